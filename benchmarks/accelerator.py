@@ -1,9 +1,9 @@
-"""Everything that is measured, on whatever device JAX finds, as a table in Markdown.
+"""Table in Markdown of measurements on the default device of JAX.
 
 usage: python -m benchmarks.accelerator [--out=output/accelerator.md] [--only=attention]
 
-Each row stands beside plain JAX and, where torch has CUDA, beside torch's own eager
-mode and Inductor on that device. The dtype of attention is bfloat16 on an accelerator.
+The baselines are plain JAX and, if torch has CUDA, torch's eager mode and Inductor on
+that device. The dtype of attention is bfloat16 on an accelerator.
 """
 
 import pathlib
@@ -22,7 +22,7 @@ from benchmarks import compiled, eager, lengths, train_step
 from benchmarks.tables import table
 from benchmarks.timing import Row, compare, measure
 
-_OUT = flags.DEFINE_string("out", "output/accelerator.md", "Where the table goes.")
+_OUT = flags.DEFINE_string("out", "output/accelerator.md", "Path of the table.")
 _GROUPS = ("eager", "train_step", "attention", "compiled", "lengths", "memory")
 _ONLY = flags.DEFINE_list("only", list(_GROUPS), f"Groups to run: {_GROUPS}.")
 
@@ -33,11 +33,11 @@ def _is_accelerator() -> bool:
   return jax.default_backend() != "cpu"
 
 
-# torch's own --------------------------------------------------------------------------
+# torch on CUDA ------------------------------------------------------------------------
 
 
 def _on_cuda(function: Callable) -> float:
-  """The median time of a call in microseconds, of torch on a CUDA device."""
+  """Return the median time of a call in microseconds, with torch on a CUDA device."""
   for _ in range(3):
     function()
   torch.cuda.synchronize()
@@ -52,12 +52,12 @@ def _on_cuda(function: Callable) -> float:
 
 
 def _beside_cuda(name: str, make: Callable, compiles: bool = False) -> list[Row]:
-  """A function on jax beside the same one of torch on CUDA.
+  """Measure a function on jax against the same function of torch on CUDA.
 
   Args:
-    name: of the row.
-    make: the device -> a function without arguments.
-    compiles: also beside `torch.compile` of it.
+    name: name of the row.
+    make: device -> function without arguments.
+    compiles: add a row with `torch.compile` of the function as the baseline.
   """
   if not torch.cuda.is_available():
     return []
@@ -114,7 +114,7 @@ def _attention(device: str, backward: bool, dropout: float) -> Callable:
 
 
 def _plain_attention(backward: bool) -> Callable:
-  """JAX's own, by the implementation that it chooses for the device."""
+  """Return JAX's attention, in the implementation that it chooses for the device."""
   batch, heads, length, width = _attention_shape()
   dtype = jnp.bfloat16 if _is_accelerator() else jnp.float32
   keys = jax.random.split(jax.random.key(0), 3)
@@ -143,7 +143,7 @@ def _attention_rows() -> list[Row]:
 
 
 def _in_form(word: str, function: Callable) -> Callable:
-  """A function whose attention takes the form of a word of `Configuration`."""
+  """Return the function, run with this word for `Configuration.attention`."""
   config = torchax.default_env().config
 
   def run():
@@ -157,7 +157,7 @@ def _in_form(word: str, function: Callable) -> Callable:
 
 
 def _form_rows() -> list[Row]:
-  """What attention takes by itself, and in blocks, beside all scores at once."""
+  """Measure attention in its automatic and blockwise forms against the plain form."""
   rows = []
   for backward in (False, True):
     for dropout in (0.0, 0.1):
@@ -174,7 +174,7 @@ def _form_rows() -> list[Row]:
 
 
 def _memory_rows() -> list[Row]:
-  """Peak bytes of a training step's program, as XLA says; MiB in place of time."""
+  """Return temporary bytes, in place of microseconds, of a training step's program."""
   ours, plain, _ = train_step._steps()
   return [train_step._memory(ours, plain)]
 
@@ -204,7 +204,7 @@ def main(_) -> None:
   rows: list[Row] = []
   for group in _ONLY.value:
     rows += _rows_of(group)
-    path.write_text(table(rows))  # so that a run that is stopped leaves what it has
+    path.write_text(table(rows))  # an interrupted run leaves the rows measured so far
   print(path.read_text())
 
 

@@ -1,4 +1,4 @@
-"""What a call of a compiled function costs, against `jax.jit`."""
+"""Time of a call of a compiled function, against `jax.jit`."""
 
 import itertools
 
@@ -15,7 +15,7 @@ N_PARAMETERS = 200
 
 
 class ManyParameters(torch.nn.Module):
-  """Adds up many small parameters."""
+  """Module that adds many small parameters to its input."""
 
   def __init__(self):
     super().__init__()
@@ -28,7 +28,7 @@ class ManyParameters(torch.nn.Module):
 
 
 def rows() -> list[Row]:
-  """All call-overhead rows."""
+  """Return the rows of calls."""
   return [_add_one(), *_module(), _dropout(), _scan()]
 
 
@@ -82,7 +82,7 @@ def _module() -> list[Row]:
 
 
 def _scan() -> Row:
-  """Twelve layers in a compiled loop, each with a dropout."""
+  """Measure twelve layers in a compiled loop, each with a dropout."""
   x = torch.ones(32, 32, device="jax")
   array = x.jax()
 

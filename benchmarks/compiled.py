@@ -1,8 +1,8 @@
-"""`torch.compile(backend="jax")` of plain CPU tensors, beside torch itself.
+"""`torch.compile(backend="jax")` of plain CPU tensors, against torch itself.
 
 A training step is forward, backward and SGD of the transformer blocks of
-`train_step.py`, in a given width: with the jax backend, eagerly, and with torch's own
-compiler, Inductor, where a C++ compiler is installed.
+`train_step.py`, in a given width. The baselines are eager torch and, if a C++ compiler
+is installed, torch's own compiler, Inductor.
 """
 
 import copy
@@ -36,7 +36,7 @@ def _model(width: int, blocks: int) -> torch.nn.Module:
 
 
 class Sized(torch.nn.Module):
-  """Blocks of another width than that of `train_step.py`."""
+  """Blocks of `train_step.py` in a given width."""
 
   def __init__(self, width: int, blocks: int):
     super().__init__()
@@ -73,7 +73,7 @@ def _step(model, run, width):
 
 
 def _steps(width: int, *backends: str | None, blocks: int = BLOCKS):
-  """A step for each backend of `torch.compile`; None for eager torch."""
+  """Yield a step for each backend of `torch.compile`; None for eager torch."""
   first = Sized(width, blocks)
   for backend in backends:
     model = copy.deepcopy(first)
@@ -94,7 +94,7 @@ def _training() -> list[Row]:
 
 
 def _first_step(width: int) -> Row:
-  """Tracing and compiling a deep model, beside plain JAX's step of the same depth."""
+  """Measure the first step of a deep model against that of plain JAX, same depth."""
   times = []
   for _ in range(3):
     jax.clear_caches()
@@ -117,7 +117,7 @@ def _first_step(width: int) -> Row:
 
 
 def _peak_mib(function) -> float:
-  """How much the memory of this process grows at most during a call; Linux only."""
+  """Return the peak growth of this process's memory during a call; Linux only."""
   status, clear = (
     pathlib.Path("/proc/self/status"),
     pathlib.Path("/proc/self/clear_refs"),
@@ -134,7 +134,7 @@ def _kib(status: pathlib.Path, name: str) -> int:
 
 
 def _memory() -> list[Row]:
-  """A call reads parameters where they are."""
+  """Measure the memory of a call against its parameters: no call copies them."""
   if not pathlib.Path("/proc/self/clear_refs").exists():
     return []
   layer = torch.nn.Linear(1 << 12, PARAMETERS >> 12, bias=False)
@@ -150,6 +150,6 @@ def _memory() -> list[Row]:
 
 
 def rows() -> list[Row]:
-  """Steady state by width, first call, memory."""
+  """Return the rows of steps by width, of a first step and of memory."""
   with torchax.disable_temporarily():
     return [*_training(), _first_step(train_step.WIDTH), *_memory()]

@@ -1,8 +1,8 @@
-"""What XLA's options for programs of one operation save, and what they cost.
+"""XLA's options for programs of one operation: time to compile and time to run.
 
-Each function is compiled as eager operations are (`core.programs.quick_options`) and as
-`jax.jit` does it. Both have to give the same numbers, and the same bits where nothing
-is added up; the rows are time to compile and time to run.
+Each function is compiled with the options of eager operations
+(`core.program_limit.quick_options`) and with those of `jax.jit`. Both programs must
+give the same numbers up to rounding. Draws use `Effort.SAME_BITS`, which keeps bits.
 """
 
 import statistics
@@ -62,8 +62,8 @@ def _functions() -> dict[str, tuple]:
 
 
 def _compiled(function: Callable, args, options):
-  """The executable, and the microseconds of CPU that it took."""
-  jax.clear_caches()  # JAX knows what it has compiled
+  """Compile a function; return the executable and the CPU time in microseconds."""
+  jax.clear_caches()  # else JAX returns the executable of the last round
   lowered = jax.jit(function, compiler_options=options).lower(*args)
   start = time.process_time()
   executable = lowered.compile()
@@ -91,5 +91,5 @@ def _rows_of(name: str, function: Callable, *args) -> list[Row]:
 
 
 def rows() -> list[Row]:
-  """Two rows for each function."""
+  """Return two rows for each function."""
   return [row for name, given in _functions().items() for row in _rows_of(name, *given)]

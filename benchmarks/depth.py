@@ -1,7 +1,7 @@
-"""The first call of a training step by the depth of the model, its layers scanned.
+"""First call of a training step by the depth of the model, with scanned layers.
 
-A transformer of `torch.nn`'s own layers, changed by `scan_layers`: tracing and
-compiling are to cost the same for any depth.
+The model is a transformer of `torch.nn` layers, changed by `scan_layers`. Tracing and
+compiling should cost the same for any depth.
 """
 
 import time
@@ -19,7 +19,7 @@ GOAL = 1.25
 
 
 def _first_call(depth: int) -> float:
-  """Microseconds of the first call of a step that was not compiled before."""
+  """Return the microseconds of the first call of a step, compilation included."""
   torch.manual_seed(0)
   layer = torch.nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, batch_first=True)
   encoder = torch.nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
@@ -38,8 +38,8 @@ def _first_call(depth: int) -> float:
 
 
 def rows() -> list[Row]:
-  """A row for each depth beside the least one."""
-  _first_call(2)  # what is compiled for any model
+  """Return a row for each depth, with the smallest depth as the baseline."""
+  _first_call(2)  # compiles the programs that all depths share
   least = _first_call(DEPTHS[0])
   return [
     Row(

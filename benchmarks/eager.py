@@ -1,4 +1,4 @@
-"""Eager operations, against `jnp.add` or the fused JAX form of the same draw."""
+"""Eager operations, against `jnp.add` or the same computation in JAX."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ DRAWS = 100
 
 
 def _drawn(sample):
-  """A draw as JAX would best do it: key derivation and sampling compiled as one."""
+  """Return the fastest form of a draw in JAX: key and sample in one program."""
   key = jax.random.key(0)
   count = iter(range(1 << 30))
   fused = jax.jit(lambda key, i: sample(jax.random.fold_in(key, i)))
@@ -21,7 +21,7 @@ def _drawn(sample):
 
 
 def rows() -> list[Row]:
-  """All eager rows."""
+  """Return the rows of eager operations."""
   array = jnp.ones((32, 32))
   x = torch.ones(32, 32, device="jax")
   w = torch.ones(32, 32, device="jax")

@@ -1,6 +1,6 @@
-"""Programs on CPU tensors with an environment on, against a process without torchax.
+"""Programs on CPU tensors with torchax enabled, against a process without torchax.
 
-A process of each kind times the same programs in turns with the other one.
+The two processes time the same programs in turns.
 """
 
 import importlib
@@ -17,7 +17,7 @@ from benchmarks.timing import Row
 
 ROUNDS = 7
 SECONDS_PER_ROUND = 0.05
-# Goal by program: its time with the environment on, over that without torchax.
+# Goal by program: time with torchax enabled over time without torchax.
 GOALS = {
   "a + a": 1.5,
   "a[0, 0].item()": 1.5,
@@ -30,7 +30,7 @@ GOALS = {
 
 
 def rows() -> list[Row]:
-  """All rows of programs on the CPU."""
+  """Return a row for each program on CPU tensors."""
   with _start("on") as ours, _start("off") as plain:
     rounds = [(_measure(ours), _measure(plain)) for _ in range(ROUNDS)]
     for process in (ours, plain):
@@ -57,7 +57,7 @@ def _measure(process: subprocess.Popen) -> dict[str, float]:
 
 
 def _serve(is_on: bool) -> None:
-  """Times all programs once for each line of the standard input."""
+  """Time all programs once for each line of the standard input."""
   if is_on:
     importlib.import_module("torchax").enable_globally()
   torch.set_num_threads(1)

@@ -1,7 +1,7 @@
-"""Sizes that change with every call, eagerly, against torch on the CPU.
+"""Eager programs whose sizes change with every call, against torch on the CPU.
 
-Greedy generation with a tiny GPT-2 whose keys and values grow by one with each token,
-and a training loop over a hundred lengths. Compiling is part of what is measured.
+One is greedy generation with a tiny GPT-2, whose keys and values grow by one with each
+token. The other is a training loop over a hundred lengths. Times include compilation.
 """
 
 import time
@@ -19,7 +19,7 @@ FIRST_SECONDS = 3.0
 
 
 class Block(torch.nn.Module):
-  """A block of GPT-2 that keeps its keys and values."""
+  """Block of GPT-2 that returns its keys and values for the next call."""
 
   def __init__(self):
     super().__init__()
@@ -44,7 +44,7 @@ class Block(torch.nn.Module):
 
 
 class TinyGPT2(torch.nn.Module):
-  """Two blocks, learned positions, and the embedding as the head."""
+  """Two blocks with learned positions and a head tied to the embedding."""
 
   def __init__(self):
     super().__init__()
@@ -65,7 +65,7 @@ class TinyGPT2(torch.nn.Module):
 
   @torch.no_grad()
   def generate(self, tokens):
-    """The tokens and `TOKENS` more, the most likely one each time."""
+    """Append `TOKENS` tokens, each the most likely one."""
     new, past = tokens, None
     for _ in range(TOKENS):
       logits, past = self(new, past)
@@ -76,7 +76,7 @@ class TinyGPT2(torch.nn.Module):
 
 def _seconds(function: Callable) -> float:
   start = time.perf_counter()
-  function()  # which waits for its numbers
+  function()  # waits for its result
   return time.perf_counter() - start
 
 
@@ -125,5 +125,5 @@ def _training() -> Row:
 
 
 def rows() -> list[Row]:
-  """Generation and training."""
+  """Return the rows of generation and training."""
   return [*_generation(), _training()]

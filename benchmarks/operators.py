@@ -1,7 +1,7 @@
-"""The most used operators, each against the same computation in jitted plain JAX.
+"""Most used operators, each against the same computation in jitted plain JAX.
 
-An eager call may cost 1.5 times the compiled computation, and what an eager operation
-costs at most beside it: three times `jnp.add` on 32×32 numbers, the dispatch goal.
+The goal for an eager call is 1.5 times the compiled computation plus the dispatch goal,
+three times `jnp.add` on 32×32 numbers.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from jax import lax
 
 from benchmarks.timing import Row, compare, measure
 
-# A mini-batch of token vectors, and one of images.
+# Shapes of a mini-batch of token vectors and of one of images.
 TOKENS = (32, 128, 256)
 IMAGES = (8, 16, 56, 56)
 CLASSES = 1000
@@ -291,7 +291,7 @@ OPERATORS = {
 
 
 def rows() -> Iterator[Row]:
-  """A row for each operator; the goal is the ratio that its sum of costs allows."""
+  """Yield a row for each operator, its goal as a ratio to the baseline."""
   small = jnp.ones((32, 32))
   dispatch_us = DISPATCH_FACTOR * measure(lambda: jnp.add(small, small))
   for name, (function, plain, inputs) in OPERATORS.items():

@@ -1,4 +1,4 @@
-"""Runs all benchmarks, prints ratios against goals and writes JSON.
+"""Run all benchmarks, print ratios and goals, and write them as JSON.
 
 usage: python -m benchmarks.run [--out=output/benchmarks.json] [--only=eager,operators]
 """
@@ -27,7 +27,7 @@ from benchmarks import (
 )
 from benchmarks.timing import Row
 
-_OUT = flags.DEFINE_string("out", "output/benchmarks.json", "Where the JSON goes.")
+_OUT = flags.DEFINE_string("out", "output/benchmarks.json", "Path of the JSON.")
 _ONLY = flags.DEFINE_list(
   "only",
   [],

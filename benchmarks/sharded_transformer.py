@@ -1,7 +1,7 @@
-"""A tiny transformer with dropout, its layouts over a mesh, and the same step in JAX.
+"""Tiny transformer with dropout, its layouts over a mesh, and the same step in JAX.
 
 `sharding.py` measures it, and `test/distributed/training.py` trains it. A step returns
-its masks, so that they can be compared.
+its dropout masks, so that tests can compare them.
 """
 
 import jax
@@ -15,7 +15,7 @@ from torchax.interop import jax_jit
 
 WORDS, WIDTH, HEADS, LAYERS, LENGTH, BATCH, DROP = 32, 16, 2, 1, 8, 8, 0.25
 RATE = 0.1
-IGNORED = -100  # F.cross_entropy counts the labels that are another number
+IGNORED = -100  # label that F.cross_entropy ignores
 
 
 class Layer(torch.nn.Module):
@@ -37,7 +37,7 @@ class Layer(torch.nn.Module):
 
 
 class Transformer(torch.nn.Module):
-  """(batch, length) word numbers -> logits, and the masks of its dropouts."""
+  """Transformer: (batch, length) word numbers -> logits and dropout masks."""
 
   def __init__(self):
     super().__init__()
@@ -54,7 +54,7 @@ class Transformer(torch.nn.Module):
     return self.head(x), torch.stack(masks)
 
 
-# Of a mesh with the axes "data" and "model": the part of a parameter, by its name.
+# Parts of names: parameters sharded by columns and by rows over the axis "model".
 COLUMNS, ROWS = ("qkv", "up"), ("out.weight", "down.weight")
 
 
@@ -72,7 +72,7 @@ def _whole(name: str) -> PartitionSpec:
   return PartitionSpec()
 
 
-# (parts of the data axis, parts of the model axis) of n devices; parts of parameters.
+# Layout -> (n devices -> sizes of the axes "data" and "model", name -> spec).
 LAYOUTS = {
   "data": (lambda n: (n, 1), _whole),
   "fsdp": (lambda n: (n, 1), _in_parts),
@@ -82,14 +82,14 @@ LAYOUTS = {
 
 
 def mesh_of(layout: str, devices: int) -> Mesh:
-  """A mesh over the first devices."""
+  """Return the layout's mesh over the first devices."""
   shape = LAYOUTS[layout][0](devices)
   chosen = np.array(jax.devices()[:devices]).reshape(shape)
   return Mesh(chosen, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
 
 def model_on(layout: str, mesh: Mesh) -> Transformer:
-  """The model of seed 0, spread as the layout says."""
+  """Return the model of seed 0, sharded as the layout says."""
   torch.manual_seed(0)
   model = Transformer().to("jax")
   with torch.no_grad():
@@ -99,13 +99,13 @@ def model_on(layout: str, mesh: Mesh) -> Transformer:
 
 
 def batches(size: int) -> torch.Tensor:
-  """(size, LENGTH + 1) word numbers, each row of its own."""
+  """Return (size, LENGTH + 1) random word numbers."""
   rows = np.random.default_rng(0).integers(0, WORDS, (size, LENGTH + 1))
   return torch.from_numpy(rows.astype(np.int32))
 
 
 def step_of(model: Transformer, mesh: Mesh, layout: str, **options):
-  """(tokens) -> (loss, masks): a step of gradient descent, compiled."""
+  """Return a compiled step of gradient descent: (tokens) -> (loss, masks)."""
   parts = {
     name: NamedSharding(mesh, LAYOUTS[layout][1](name))
     for name, _ in model.named_parameters()
@@ -126,12 +126,12 @@ def step_of(model: Transformer, mesh: Mesh, layout: str, **options):
 
 
 def functional_step(model: Transformer, differentiated):
-  """(weights, tokens) -> (loss, weights): a compiled step of parameters that are given.
+  """Return a compiled step on given weights: (weights, tokens) -> (loss, weights).
 
   Args:
-    model: whose parameters stay as they are.
-    differentiated: of the loss, a function of (weights, tokens), makes one that returns
-      the loss and the gradients.
+    model: model to call; its own parameters do not change.
+    differentiated: transformation of the loss, a function of (weights, tokens), into a
+      function that returns the loss and the gradients.
   """
 
   def loss_of(weights, tokens):
@@ -177,7 +177,7 @@ def _logits(weights, tokens, key):
 
 
 def plain_step(weights, tokens, key, parts):
-  """(loss, weights) of the step, of dicts of arrays."""
+  """Run the step on dicts of arrays; return (loss, weights)."""
 
   def loss_of(weights):
     found = jax.nn.log_softmax(_logits(weights, tokens[:, :-1], key))

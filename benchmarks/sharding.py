@@ -1,8 +1,8 @@
-"""A training step over eight devices of the host: its time, and the bytes it moves.
+"""Training step over eight devices of the host: its time, and the bytes it moves.
 
-With data, FSDP, tensor and mixed sharding, beside the same step in plain JAX. It runs
-in a process of its own, which has eight devices. The devices share this machine's
-cores, so that the times say what the step costs on the host, not how it scales.
+The shardings are data, FSDP, tensor and mixed, each against the same step in plain JAX.
+The benchmark runs in a process of its own with eight devices. They share this machine's
+cores, so the times are the cost on the host and do not show scaling.
 """
 
 import dataclasses
@@ -22,11 +22,11 @@ from torchax import processes
 from torchax.interop import jax_value_and_grad
 
 DEVICES = 8
-CHUNKS = (8, 32)  # of a batch whose sums have one order: one and four a device
+CHUNKS = (8, 32)  # chunks of the batch in `in_fixed_order`: one and four a device
 
 
 def rows() -> list[Row]:
-  """Two rows for each layout."""
+  """Return two rows for each layout and each number of chunks."""
   done = subprocess.run(
     [sys.executable, "-m", "benchmarks.sharding"],
     env={
@@ -63,7 +63,7 @@ def _rows_of(layout: str) -> list[Row]:
   ]
   return [
     Row(f"bytes, not us: {name}", "plain JAX", *moved, goal=1.001, note=text),
-    # The goal is that of `train_step`; here devices wait for one another.
+    # No goal: devices wait for one another here; `train_step` has one for the step.
     compare(
       f"step, {name}",
       lambda: step(tokens)[0],
@@ -75,7 +75,7 @@ def _rows_of(layout: str) -> list[Row]:
 
 
 def _rows_of_fixed_order(chunks: int) -> list[Row]:
-  """What sums of one order cost, beside those of the partitioner."""
+  """Measure sums in a fixed order against those of XLA's partitioner."""
   mesh = transformer.mesh_of("data", DEVICES)
   model = transformer.model_on("data", mesh)
   sharding = NamedSharding(mesh, PartitionSpec("data"))
@@ -105,7 +105,7 @@ def _rows_of_fixed_order(chunks: int) -> list[Row]:
 
 
 def main() -> None:
-  """Writes the rows as JSON, for `rows`."""
+  """Print the rows as JSON, for `rows`."""
   torchax.enable_globally()
   found = [row for layout in transformer.LAYOUTS for row in _rows_of(layout)]
   for chunks in CHUNKS:

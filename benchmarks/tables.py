@@ -1,4 +1,4 @@
-"""Rows as a table in Markdown."""
+"""Tables of rows in Markdown."""
 
 import jax
 import torch
@@ -8,7 +8,7 @@ from benchmarks.timing import Row
 
 
 def table(rows: list[Row]) -> str:
-  """The rows in Markdown, under a line that says what they were measured on."""
+  """Return the rows in Markdown, below a line with the devices and versions."""
   device = jax.devices()[0]
   lines = [
     f"{len(jax.devices())} × {device.device_kind} ({device.platform}), "

@@ -1,7 +1,7 @@
-"""Timing two functions against each other in one process.
+"""Times of two functions, measured in one process.
 
-The machine's speed drifts, so the two are measured in turns, and the ratio of their
-medians is what counts.
+The machine's speed drifts, so the two are measured in turns. The result is the ratio of
+their medians.
 """
 
 import dataclasses
@@ -20,11 +20,11 @@ class Row:
   """One line of the report.
 
   Attributes:
-    name: what is measured.
-    baseline: what it is compared with.
+    name: name of the measured program.
+    baseline: name of the program that it is compared with.
     ours_us, baseline_us: medians, microseconds a call.
-    goal: the largest ratio that is good enough; None where there is no goal.
-    note: what a reader needs to know.
+    goal: largest ratio that is good enough; None if there is no goal.
+    note: remark for the reader.
   """
 
   name: str
@@ -36,18 +36,18 @@ class Row:
 
   @property
   def ratio(self) -> float:
-    """Ours over the baseline."""
+    """Our time over that of the baseline."""
     return self.ours_us / self.baseline_us
 
   @property
   def reached(self) -> bool:
-    """True where the ratio is within the goal, or there is none."""
+    """True if the ratio is within the goal or there is none."""
     return self.goal is None or self.ratio <= self.goal
 
 
 def _calls_for(function: Callable) -> int:
   start = time.perf_counter()
-  jax.block_until_ready(arrays(function()))  # JAX runs ahead otherwise
+  jax.block_until_ready(arrays(function()))  # JAX dispatches asynchronously
   elapsed = time.perf_counter() - start
   return max(1, min(2000, int(SECONDS_PER_REPEAT / max(elapsed, 1e-6))))
 
@@ -61,7 +61,7 @@ def _time(function: Callable, calls: int) -> float:
 
 
 def arrays(value):
-  """The JAX arrays in a result, to wait for."""
+  """Return the JAX arrays in a result, to wait for them."""
   if hasattr(value, "jax") and callable(value.jax):
     return value.detach().jax()
   if isinstance(value, list | tuple):
@@ -77,7 +77,7 @@ def compare(
   baseline_name: str = "plain JAX",
   note: str = "",
 ) -> Row:
-  """Measures two functions in turns, after two calls that compile them."""
+  """Measure two functions in turns, after two calls that compile them."""
   for function in (ours, baseline, ours, baseline):
     jax.block_until_ready(arrays(function()))
   calls = _calls_for(ours), _calls_for(baseline)
@@ -87,7 +87,7 @@ def compare(
 
 
 def measure(function: Callable) -> float:
-  """The median time of a call in microseconds, after two that compile it."""
+  """Return the median microseconds of a call, after two calls that compile it."""
   for _ in range(2):
     jax.block_until_ready(arrays(function()))
   calls = _calls_for(function)
