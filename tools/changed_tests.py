@@ -1,15 +1,15 @@
-"""Lists the test files that a change concerns, for `make test-changed`.
+"""List the test files that a change concerns, for `make test-changed`.
 
-A change is the difference of the working tree to the commit at which it left a branch,
-with files that git does not know yet. It concerns
+A change is the difference between the working tree and its merge base with a branch,
+untracked files included. It concerns
 
 - changed test files, and those that import a changed file of the tests or of `tools/`;
 - tests that import a changed module of the library, or a module that imports it;
-- tests of the module's folder that have its name: `test_views.py` and
-  `test_view_steps.py` are of other modules, `test_views_of_masks.py` is one of `views`;
-- the rules of the house, and the tests of pages and examples where these have changed.
+- tests in the module's folder whose name starts with its name: `test_views_of_masks.py`
+  belongs to `views`, and `test_view_steps.py` does not;
+- the rules of the house, and the tests of pages and examples if these have changed.
 
-It is a first look: the whole suite decides.
+The list is a quick check and does not replace the whole suite.
 
 usage: python -m tools.changed_tests [BRANCH]    main by default
 """
@@ -23,14 +23,14 @@ from collections.abc import Iterable, Iterator
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 HOUSE = ("test/suites/house/test_layers.py", "test/suites/house/test_style.py")
-# Start of a path -> the tests of such files.
+# Prefix of a path -> test file of such files.
 OF_OTHER_FILES = {
   "docs/": "test/suites/house/test_docs.py",
   "README.md": "test/suites/house/test_docs.py",
   "examples/": "test/suites/house/test_examples.py",
   "setup.py": "test/suites/house/test_package.py",
 }
-# Where imports look for files, in this order (see `pythonpath` in pyproject.toml).
+# Folders that imports search, in this order (see `pythonpath` in pyproject.toml).
 PLACES = ("test", "test/suites", "")
 
 
@@ -41,7 +41,7 @@ def _git(*arguments: str) -> list[str]:
 
 
 def changed_files(branch: str) -> set[str]:
-  """Paths that differ from where the branch was left, and new ones."""
+  """Return the paths that differ from the merge base with a branch, and new ones."""
   (base,) = _git("merge-base", branch, "HEAD")
   untracked = _git("ls-files", "--others", "--exclude-standard")
   return {*_git("diff", "--name-only", base), *untracked}
@@ -56,7 +56,7 @@ def _imported_names(tree: ast.AST) -> Iterator[str]:
 
 
 def _path_of(name: str, root: pathlib.Path) -> str | None:
-  """File of a dotted name, which may be that of an object in it."""
+  """Return the file of a dotted name, which may name an object in the file."""
   while name:
     for place in PLACES:
       path = root.joinpath(place, *name.split("."))
@@ -69,14 +69,14 @@ def _path_of(name: str, root: pathlib.Path) -> str | None:
 
 @functools.cache
 def imports_of(path: str, root: pathlib.Path = ROOT) -> frozenset[str]:
-  """Files of the project that a file imports by name."""
+  """Return the files of the project that a file imports by name."""
   tree = ast.parse((root / path).read_text(encoding="utf-8"))
   found = {_path_of(name, root) for name in _imported_names(tree)}
   return frozenset(file for file in found if file)
 
 
 def _with_helpers(test: str, root: pathlib.Path) -> set[str]:
-  """A test file, what it imports, and what files of the tests and tools import."""
+  """Return a test file and its imports, followed through files of tests and tools."""
   found, new = set(), {test}
   while new:
     found |= new
@@ -96,11 +96,11 @@ def _is_of_module(test: str, module: str) -> bool:
 
 
 def concerned(changed: Iterable[str], root: pathlib.Path = ROOT) -> list[str]:
-  """Test files that changes of these files concern, sorted.
+  """Return the test files that a change of these files concerns, sorted.
 
   Args:
-    changed: paths relative to `root`; files that were deleted may be among them.
-    root: the folder of the project.
+    changed: paths relative to `root`, deleted files included.
+    root: folder of the project.
   """
   changed = set(changed)
   paths = [path.relative_to(root).as_posix() for path in root.glob("torchax/**/*.py")]
@@ -124,7 +124,7 @@ def concerned(changed: Iterable[str], root: pathlib.Path = ROOT) -> list[str]:
 
 
 def main(arguments: list[str]) -> None:
-  """Prints the test files, one a line."""
+  """Print the test files, one a line."""
   branch = arguments[0] if arguments else "main"
   print("\n".join(concerned(changed_files(branch))))
 

@@ -1,10 +1,10 @@
-"""Checks the language of docstrings, comments, pages and test names.
+"""Check the language of docstrings, comments, pages and test names.
 
 usage: python -m tools.check_words [PATH ...]
 
-The rules are those of "Language" in CONTRIBUTING.md. Each finding is a line with its
-file, the words found and what to write instead. Exit status: 1 if there are findings,
-or rows of `EXCEPTIONS` that match nothing.
+The section "Language" of CONTRIBUTING.md has the rules. Each finding is a line with its
+file, the words found and advice. Exit status: 1 if there are findings, or rows of
+`EXCEPTIONS` that match nothing.
 """
 
 import ast
@@ -24,7 +24,7 @@ OPENERS = re.compile(
   r"|Both)\b"
 )
 
-# Phrase, and the plain form.
+# Phrase -> plain form.
 PHRASES = {
   r"anew": "again, or the verb with re-: retrace, rebuild, recompile",
   r"(of|by|from|to) which": "a sentence of its own",
@@ -42,7 +42,7 @@ PHRASES = {
   r"what (an?|the|is|are|it|they|no|each|every|has|was|were)": "a noun as the subject",
 }
 
-# Names that the dictionary replaced, and what stands there now.
+# Retired name -> name to use.
 RETIRED = {
   "settle": "apply or resolve",
   "settled": "applied or resolved",
@@ -98,7 +98,7 @@ class Finding:
     path: file, relative to the project.
     line: line number, from 1.
     words: the words found.
-    advice: what to write instead.
+    advice: plain form to write instead.
   """
 
   path: str
@@ -111,7 +111,7 @@ class Finding:
 
 
 def main() -> int:
-  """Print the findings in the files and folders named, or in all; return the status."""
+  """Print the findings in the named files and folders, or in all; return the status."""
   paths = [pathlib.Path(name).resolve() for name in sys.argv[1:]]
   files = [path for path in all_files() if not paths or _is_below(path, paths)]
   findings = [finding for path in files for finding in findings_in(path)]
@@ -131,7 +131,7 @@ def _is_below(path: pathlib.Path, paths: list[pathlib.Path]) -> bool:
 
 
 def all_files() -> list[pathlib.Path]:
-  """Files with prose: the package, its pages and its tests."""
+  """Return the files with prose: code, tests and pages."""
   code = [
     p
     for folder in ("torchax", "test", "tools", "examples", "benchmarks")
@@ -164,13 +164,13 @@ def _phrases(name: str, text: str, start: int = 1) -> Iterator[Finding]:
 
 
 def _prose(text: str) -> str:
-  """Text of a page without code and tables, with its line breaks."""
+  """Return the text of a page without code and tables, with its line breaks."""
   code_or_table = re.compile(r"(?ms)```.*?```|`[^`]*`|^\|[^\n]*$")
   return code_or_table.sub(lambda match: "\n" * match.group().count("\n"), text)
 
 
 def _comments(text: str) -> str:
-  """Comments of a program, each on its line."""
+  """Return the comments of a program, each on its line."""
   lines = [""] * (text.count("\n") + 1)
   for token in tokenize.generate_tokens(io.StringIO(text).readline):
     if token.type == tokenize.COMMENT:

@@ -1,9 +1,9 @@
-"""One test of dieharder on a stream of words, and what it says of them.
+"""Runs of one dieharder test on a stream of words, and their results.
 
-dieharder is a program of its own. It reads words from a pipe, computes `psamples`
-p-values of `tsamples` samples each, and says with a Kolmogorov-Smirnov test how uniform
-they are. `read` keeps all of these p-values, since that last step of dieharder is only
-approximately right (see `Row.exact`).
+dieharder is a separate program. It reads words from a pipe, computes `psamples`
+p-values from `tsamples` samples each, and tests their uniformity with a
+Kolmogorov-Smirnov test. `read` keeps all p-values, because the last step of dieharder
+is only approximate (see `Row.exact`).
 """
 
 import dataclasses
@@ -26,10 +26,10 @@ MISSING = (
 )
 # The generator that reads words from stdin.
 _STDIN = "200"
-# Fields of a line: name, ntuple, tsamples, psamples, p-value, assessment; no blanks;
-# after each line the p-values that it is computed of.
+# Fields of a line: name, ntuple, tsamples, psamples, p-value, assessment; no blanks.
+# The p-values of the samples follow each line.
 _FIELDS = 8 + 16 + 32 + 64 + 128 + 256 + 32768 + 65536
-# "nan" is no number here: dieharder would let it pass.
+# "nan" does not match: dieharder would let it pass.
 _NUMBER = r"[01]\.\d+"
 _ROW = re.compile(rf"(\w+),(\d+),(\d+),(\d+),({_NUMBER}),({PASSED}|{WEAK}|{FAILED})")
 _VALUE = re.compile(rf",({_NUMBER}),")
@@ -37,18 +37,18 @@ _VALUE = re.compile(rf",({_NUMBER}),")
 
 @dataclasses.dataclass(frozen=True)
 class Test:
-  """A test and its size.
+  """Test of dieharder and its size.
 
   Attributes:
-    number: its number in `dieharder -l`.
-    name: its name in the results.
-    tsamples: the samples of a p-value.
-    psamples: the p-values of a result.
-    ntuple: what `-n` says, where the test takes it.
-    results: how many results it has.
+    number: number of the test in `dieharder -l`.
+    name: name of the test in the results.
+    tsamples: number of samples for a p-value.
+    psamples: number of p-values for a result.
+    ntuple: value of the option `-n`, if the test takes it.
+    results: number of results.
   """
 
-  # pytest is not to look for tests in it.
+  # pytest must not collect this class.
   __test__ = False
 
   number: int
@@ -60,27 +60,27 @@ class Test:
 
   @property
   def arguments(self) -> tuple[str, ...]:
-    """The arguments of dieharder, except those for its input and output."""
+    """Arguments of dieharder, except those for its input and output."""
     ntuple = () if self.ntuple is None else ("-n", str(self.ntuple))
     sizes = ("-t", str(self.tsamples), "-p", str(self.psamples))
     return ("-d", str(self.number), *ntuple, *sizes)
 
   def grown(self, factor: int) -> "Test":
-    """The test with more p-values, or a larger sample where it has only one of them."""
+    """Return the test with more p-values, or more samples if it has one p-value."""
     what = "psamples" if self.psamples > 1 else "tsamples"
     return dataclasses.replace(self, **{what: factor * getattr(self, what)})
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-  """One result.
+  """Result of a test.
 
   Attributes:
-    name: the test.
-    ntuple: which of its variants.
+    name: name of the test.
+    ntuple: variant of the test.
     p: dieharder's p-value.
-    assessment: dieharder's, "PASSED", "WEAK" or "FAILED".
-    values: the p-values of the samples, which `p` is computed of.
+    assessment: dieharder's assessment, "PASSED", "WEAK" or "FAILED".
+    values: p-values of the samples; dieharder computes `p` from them.
   """
 
   name: str
@@ -91,11 +91,12 @@ class Row:
 
   @functools.cached_property
   def exact(self) -> float:
-    """The p-value of the exact Kolmogorov-Smirnov test of `values`.
+    """P-value of the exact Kolmogorov-Smirnov test of `values`.
 
-    dieharder measures the distance from the i-th of n values to i / (n + 1), not to
-    both ends of the step from (i - 1) / n to i / n, and looks it up in the law of the
-    latter. The distance is too small, so that its p-values lean towards 1.
+    The exact statistic compares the i-th of n values with both ends of the step from
+    (i - 1) / n to i / n. dieharder compares it with i / (n + 1), but uses the
+    distribution of the exact statistic. Its statistic is too small, so its p-values are
+    biased towards 1.
     """
     if len(self.values) == 1:
       return self.values[0]
@@ -103,10 +104,10 @@ class Row:
 
 
 def program() -> str:
-  """The path of dieharder.
+  """Return the path of dieharder.
 
   Raises:
-    FileNotFoundError: it is not installed.
+    FileNotFoundError: dieharder is not installed.
   """
   path = shutil.which("dieharder")
   if path is None:
@@ -115,11 +116,11 @@ def program() -> str:
 
 
 def version() -> str:
-  """The version of the installed dieharder.
+  """Return the version of the installed dieharder.
 
   Raises:
-    FileNotFoundError: it is not installed.
-    ValueError: it does not say its version.
+    FileNotFoundError: dieharder is not installed.
+    ValueError: dieharder does not print its version.
   """
   done = subprocess.run([program(), "-l"], capture_output=True, text=True, check=False)
   found = re.search(r"dieharder version (\S+)", done.stdout)
@@ -132,15 +133,15 @@ def version() -> str:
 
 
 def read(text: str, test: Test) -> list[Row]:
-  """The results in what dieharder writes.
+  """Return the results in an output of dieharder.
 
   Args:
-    text: its output.
-    test: what was run.
+    text: the output.
+    test: the test that was run.
 
   Raises:
-    ValueError: a line that is unknown, or results that are missing, of another test,
-      of another size or cut off.
+    ValueError: a line is unknown, or results are missing, incomplete, or belong to
+      another test or size.
   """
   rows: list[tuple[re.Match, list[float]]] = []
   for line in text.splitlines():
@@ -174,7 +175,7 @@ def _checked(row: re.Match, values: list[float], test: Test) -> Row:
 
 
 def _feed(file: BinaryIO, blocks: Iterable[np.ndarray]) -> int:
-  """Writes blocks until the reader ends or they do; returns the bytes written."""
+  """Write blocks until the reader or the blocks end; return the bytes written."""
   written = 0
   try:
     for block in blocks:
@@ -189,30 +190,30 @@ def _feed(file: BinaryIO, blocks: Iterable[np.ndarray]) -> int:
 
 
 def run(test: Test, blocks: Iterable[np.ndarray]) -> tuple[list[Row], int]:
-  """Runs a test.
+  """Run a test.
 
   Args:
-    test: which.
-    blocks: arrays of uint32, more of them than the test reads.
+    test: the test.
+    blocks: arrays of uint32, more than the test reads.
 
   Returns:
-    The results, and the bytes that were written into the pipe; up to 64 KiB of them
-    were not read.
+    The results, and the number of bytes written to the pipe. dieharder may not have
+    read the last 64 KiB.
 
   Raises:
     FileNotFoundError: dieharder is not installed.
-    RuntimeError: it has failed or complained.
-    ValueError: its output is not understood or cut off.
+    RuntimeError: dieharder has failed or has written to stderr.
+    ValueError: the output is unknown or incomplete.
   """
   command = [program(), "-g", _STDIN, *test.arguments, "-c", ",", "-D", str(_FIELDS)]
-  # Files, because a full pipe for the output would stop the reading of the input.
+  # Files, because dieharder would stop reading its input when an output pipe is full.
   with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as complaints:
     with subprocess.Popen(
       command, bufsize=0, stdin=subprocess.PIPE, stdout=output, stderr=complaints
     ) as process:
       written = _feed(process.stdin, blocks)
     text, complaint = _text(output), _text(complaints)
-  # At the end of its input it complains, has no results, and says that all is well.
+  # At the end of its input, dieharder complains and exits with status 0, no results.
   if process.returncode or complaint:
     raise RuntimeError(
       f"Expected `{' '.join(command)}` to end well, but it ended with exit status "

@@ -1,20 +1,20 @@
-"""Runs dieharder on the streams of `tools/rng_stream.py` and writes docs/dieharder.md.
+"""Run dieharder on the streams of `tools/rng_stream.py` and write docs/dieharder.md.
 
 usage: python -m tools.dieharder_report docs/dieharder.md [--seed SEED]
 
-The part of the page between the two markers is replaced. What counts as a failure was
-decided before the first run:
+The text between the two markers of the page is replaced. The rules for failures were
+fixed before the first run:
 
 - Each test of `TESTS` runs once for each mode, each time with another seed.
-- A run with a WEAK result is run again with another seed and `GROWTH` times the
-  samples, `ATTEMPTS` runs in all at most. A result that is weak in all of them is a
-  failure. One that is weak in a repeat only is no reason for another one. All results
-  of all runs are reported.
-- A FAILED result of any run is a failure at once. It is not run again.
-- p-values of different runs must look uniform together: a Kolmogorov-Smirnov test of
-  them with a p-value below `LEAST_UNIFORM` is a failure. Results of one run come from
-  the same words and depend on each other, so that the last one of each run is taken;
-  and of first runs only, because what comes after them depends on them.
+- A run with a WEAK result is repeated with another seed and `GROWTH` times the samples,
+  at most `ATTEMPTS` runs in all. A result that is weak in all runs is a failure. A
+  result that is weak only in a repeat causes no further repeat. All results of all runs
+  are reported.
+- A FAILED result of any run is a failure at once. The run is not repeated.
+- P-values of different runs must be uniform together: a Kolmogorov-Smirnov test with a
+  p-value below `LEAST_UNIFORM` is a failure. Results of one run depend on each other,
+  because they use the same words: only the last result of each run counts. Repeats
+  depend on first runs, so only first runs count.
 
 Failures are listed, and the exit status is 1.
 """
@@ -41,12 +41,12 @@ ATTEMPTS = 3
 GROWTH = 4
 LEAST_UNIFORM = 1e-3
 
-# A lag of n adds every (n + 1)-th word: with 3, 7, 15 and 31 those at one place of the
-# draws, with 255 those at one place of the draws of one fork or thread.
+# A lag of n adds every (n + 1)-th word. Lags 3, 7, 15 and 31 add words at one index of
+# the draws, lag 255 words at one index of the draws of one fork or thread.
 _LAGS = (0, 1, 2, 3, 4, 7, 8, 15)
 
-# With 100 p-values a result, as dieharder has it. Samples are dieharder's own number,
-# or less where they would take minutes. Left out is what docs/dieharder.md names.
+# A result has 100 p-values, dieharder's default. The number of samples is dieharder's
+# default, or less where that takes minutes. docs/dieharder.md names the tests left out.
 TESTS = (
   Test(0, "diehard_birthdays", 100, 100),
   Test(1, "diehard_operm5", 1_000_000, 100),
@@ -78,21 +78,21 @@ TESTS = (
   Test(209, "dab_monobit2", 65_000_000, 1),
 )
 
-# A run begins at a multiple of this many seeds, so that in the mode "seeds" first runs
-# have no words in common, nor a repeat with what it repeats.
+# Distance of the seeds of two runs: in the mode "seeds", first runs share no words, and
+# a repeat shares none with the run that it repeats.
 STRIDE = 1 << 26
 _SLOTS = ATTEMPTS * 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """A run of a test.
+  """Run of a test.
 
   Attributes:
-    test: what was run, with its size.
-    seed: the seed of the stream.
-    rows: the results.
-    size: bytes that were written for it.
+    test: the test with its size.
+    seed: seed of the stream.
+    rows: results.
+    size: number of bytes written to dieharder.
   """
 
   test: Test
@@ -101,23 +101,23 @@ class Run:
   size: int
 
 
-# The runs of a test: the first one, and those that repeat it.
+# Runs of a test: the first one and its repeats.
 Runs = list[Run]
 
 
 def seed_of(index: int, attempt: int, seed: int = 0) -> int:
-  """The seed of a run.
+  """Return the seed of a run.
 
   Args:
-    index: the place of the test in `TESTS`.
+    index: index of the test in `TESTS`.
     attempt: 0 for a first run, then 1, 2, ….
-    seed: that of the report.
+    seed: seed of the report.
   """
   return seed + (index + 16 * attempt) % _SLOTS * STRIDE
 
 
 def _words(mode: str, seed: int, attempt: int) -> Iterator:
-  """The words for a run: as many as it may take, so that it does not meet another."""
+  """Yield the words for a run, too few to overlap with those of another run."""
   draws = STRIDE * (GROWTH if attempt else 1)
   blocks = rng_stream.dump(mode, seed)
   return itertools.islice(blocks, draws // rng_stream.BLOCK)
@@ -132,11 +132,11 @@ def _run(mode: str, index: int, seed: int, attempt: int) -> Run:
   return Run(test, own, rows, size)
 
 
-# What is a failure -------------------------------------------------------------------
+# Failures ----------------------------------------------------------------------------
 
 
 def _always_weak(runs: Runs) -> list[int]:
-  """The places of the results that are weak in all runs of a test."""
+  """Return the indices of the results that are weak in all runs of a test."""
   by_place = zip(*(run.rows for run in runs))
   return [
     i for i, rows in enumerate(by_place) if all(r.assessment == WEAK for r in rows)
@@ -148,10 +148,10 @@ def _failed(runs: Runs) -> list[Row]:
 
 
 def repeated(run: Callable[[int], Run]) -> Runs:
-  """A test, and again while a result is weak and none has failed.
+  """Run a test, and repeat it while a result is weak in all runs and none has failed.
 
   Args:
-    run: runs it; its argument counts attempts from 0.
+    run: runs the test; its argument counts attempts from 0.
   """
   runs = [run(0)]
   while len(runs) < ATTEMPTS and _always_weak(runs) and not _failed(runs):
@@ -160,18 +160,18 @@ def repeated(run: Callable[[int], Run]) -> Runs:
 
 
 def uniformity(modes: Iterable[list[Runs]], value: Callable[[Row], float]) -> float:
-  """The p-value of the uniformity of p-values of independent runs.
+  """Return the p-value of a test that p-values of independent runs are uniform.
 
   Args:
-    modes: the runs of some modes.
-    value: which p-value of a result.
+    modes: runs of some modes.
+    value: chooses the p-value of a result.
   """
   values = [value(runs[0].rows[-1]) for tests in modes for runs in tests]
   return float(stats.kstest(values, "uniform").pvalue)
 
 
 def failures(found: dict[str, list[Runs]]) -> list[str]:
-  """What has failed, in words.
+  """Describe the failures, one a line.
 
   Args:
     found: mode -> tests -> runs.
@@ -207,7 +207,7 @@ def _command(run: Run) -> str:
 
 
 def _results(found: dict[str, list[Runs]]) -> str:
-  """All results of first runs, a column for each mode."""
+  """Return a table of all results of first runs, with a column for each mode."""
   header = ["test", "ntuple", "arguments", "seed", *found]
   lines = []
   for tests in zip(*found.values()):
@@ -219,7 +219,7 @@ def _results(found: dict[str, list[Runs]]) -> str:
 
 
 def _repeats(found: dict[str, list[Runs]]) -> str:
-  """All results of the runs that repeat another one."""
+  """Return a table of all results of repeats."""
   lines = []
   for mode, tests in found.items():
     for runs, attempt in itertools.product(tests, range(1, ATTEMPTS)):
@@ -242,7 +242,7 @@ def _counts(runs: Iterable[Run]) -> list[str]:
 
 
 def _summary(found: dict[str, list[Runs]]) -> str:
-  """How many results there are of each kind, and what they say together."""
+  """Return a table of the number of results of each kind, and their uniformity."""
   header = ["mode", "runs", "results", PASSED, WEAK, FAILED]
   header += ["uniform, exact", "uniform, dieharder's"]
   lines = []
@@ -292,13 +292,13 @@ def _facts(
 def render(
   found: dict[str, list[Runs]], seed: int, version: str, seconds: float
 ) -> str:
-  """The part of the page that is written.
+  """Return the text between the markers of the page.
 
   Args:
     found: mode -> tests -> runs.
-    seed: that of the report.
-    version: dieharder's.
-    seconds: the processor time of all runs.
+    seed: seed of the report.
+    version: version of dieharder.
+    seconds: processor time of all runs.
   """
   parts = [_facts(found, seed, version, seconds)]
   parts += ["### Every result", _results(found)]
@@ -320,10 +320,10 @@ def _arguments(argv) -> argparse.Namespace:
 
 
 def main(argv=None) -> int:
-  """The program; see the module's docstring.
+  """Run all tests and write the page; see the module's docstring.
 
   Returns:
-    The exit status: 1 where something has failed.
+    The exit status: 1 if there are failures.
 
   Raises:
     SystemExit: dieharder is not installed, or arguments are wrong.
@@ -334,7 +334,7 @@ def main(argv=None) -> int:
     version = dieharder.version()
   except FileNotFoundError as error:
     raise SystemExit(str(error)) from None
-  # A page without markers is refused now and not after the runs.
+  # Fail before the runs, not after them, if the page has no markers.
   tables.written(options.page.read_text(encoding="utf-8"), "dieharder_report")
   found = {}
   for mode in rng_stream.MODES:
@@ -343,7 +343,7 @@ def main(argv=None) -> int:
       for index in range(len(TESTS))
     ]
   text = render(found, options.seed, version, sum(os.times()[:4]))
-  # It is read again, since it may have been edited while the tests ran.
+  # The page may have been edited while the tests ran.
   page = options.page.read_text(encoding="utf-8")
   page = tables.insert(page, "dieharder_report", text)
   options.page.write_text(page, encoding="utf-8")

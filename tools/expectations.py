@@ -1,4 +1,4 @@
-"""Outcomes of another project's tests, and the file that says which may fail.
+"""Outcomes of another project's tests, and the file of expected failures.
 
 A file of expectations is a list of `[[expected]]` tables with a row (`*` matches any
 characters), a reason, and optionally a pattern of the message. Both directions are
@@ -14,7 +14,7 @@ FAILED = ("failed", "did not load", "took too long", "crashed")
 
 
 class InputError(Exception):
-  """The tests or the file of expectations cannot be used."""
+  """Error of a folder of tests or a file of expectations that cannot be used."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,10 +22,10 @@ class Outcome:
   """Verdict on a row.
 
   Attributes:
-    row: "test_ops.py::TestOps::test_add", or the file alone where it did not run.
+    row: "test_ops.py::TestOps::test_add", or the file alone if it did not run.
     verdict: "passed", "skipped" or one of `FAILED`.
     message: first line of the error.
-    seconds: how long it took.
+    seconds: duration.
   """
 
   row: str
@@ -36,11 +36,11 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Expectation:
-  """Rows that fail, and why.
+  """Rows that are expected to fail.
 
   Attributes:
     row: pattern of their names.
-    reason: why they fail.
+    reason: reason of the failure.
     message: pattern of their messages.
   """
 
@@ -49,17 +49,17 @@ class Expectation:
   message: str = "*"
 
   def matches(self, outcome: Outcome) -> bool:
-    """Whether it explains this failure."""
+    """Return True if this expectation explains the failure."""
     pairs = ((outcome.row, self.row), (outcome.message, self.message))
-    # Names have brackets, which are no patterns.
+    # Brackets in names are not patterns.
     return all(fnmatch.fnmatchcase(t, p.replace("[", "[[]")) for t, p in pairs)
 
 
 def read_expectations(path: pathlib.Path) -> list[Expectation]:
-  """Rows of a file of expectations.
+  """Return the rows of a file of expectations.
 
   Raises:
-    InputError: it cannot be read, or a table has no reason or is there twice.
+    InputError: the file cannot be read, or a table has no reason or is repeated.
   """
   try:
     tables = tomllib.loads(path.read_text(encoding="utf-8")).get("expected", [])
@@ -73,7 +73,7 @@ def read_expectations(path: pathlib.Path) -> list[Expectation]:
     expected = Expectation(row, reason, table.get("message", "*"))
     key = (expected.row, expected.message)
     if key in found:
-      raise InputError(f"{path}: {row} stands there twice.")
+      raise InputError(f"{path}: {row} is listed twice.")
     found[key] = expected
   return list(found.values())
 
@@ -81,7 +81,7 @@ def read_expectations(path: pathlib.Path) -> list[Expectation]:
 def judged(
   outcomes: list[Outcome], expectations: list[Expectation]
 ) -> tuple[list[Outcome], list[Expectation]]:
-  """Failures without an expectation, and expectations without a failure."""
+  """Return failures without an expectation, and expectations without a failure."""
   failed = [outcome for outcome in outcomes if outcome.verdict in FAILED]
   unexpected = [
     outcome

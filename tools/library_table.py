@@ -1,9 +1,9 @@
-"""Writes the table of libraries for the docs from the report of `make test-ecosystem`.
+"""Write the table of libraries for the docs from the report of `make test-ecosystem`.
 
 usage: python -m tools.library_table REPORT.xml docs/training-scripts.md
 
-The part of the page between the two markers is replaced. A test says in its name what
-holds; what it belongs to is among its properties (test/suites/ecosystem/conftest.py).
+The text between the two markers of the page is replaced. The name of a test is the law
+that holds. Its properties name its library (test/suites/ecosystem/conftest.py).
 """
 
 import dataclasses
@@ -13,19 +13,19 @@ import xml.etree.ElementTree as ElementTree
 
 from tools import tables
 
-# Names of tests are in lower case.
+# Words of test names, which are in lower case, and their spelling in the table.
 SPELLINGS = {"bf16": "bf16", "cpu": "CPU", "float16": "float16", "jax": "jax"}
 
 
 @dataclasses.dataclass
 class Library:
-  """What the tests of a library say.
+  """Results of the tests of a library.
 
   Attributes:
-    version: the one that was tested.
-    lines: what changes in a program.
-    laws: each test function, and whether all of its rows hold.
-    reasons: why a test that is expected to fail does.
+    version: version that was tested.
+    lines: lines of a program that change.
+    laws: law -> True if all rows of its test pass.
+    reasons: reasons of expected failures.
   """
 
   version: str
@@ -34,7 +34,7 @@ class Library:
   reasons: list[str] = dataclasses.field(default_factory=list)
 
   def note(self, law: str, case: ElementTree.Element) -> None:
-    """Adds the verdict on one row of a test."""
+    """Add the verdict on one row of a test."""
     skipped = case.find("skipped")
     if skipped is not None and skipped.get("type") == "pytest.xfail":
       reason = f"{law}: {skipped.get('message')}"
@@ -45,13 +45,13 @@ class Library:
 
 
 def _law(name: str) -> str:
-  """A test's name as words: `test_it_finds_the_device[jax]` -> it finds the device."""
+  """Return a test's name as words: `test_it_finds_the_device[jax]` -> it finds …."""
   words = name.partition("[")[0].removeprefix("test_").split("_")
   return " ".join(SPELLINGS.get(word, word) for word in words)
 
 
 def read(report: pathlib.Path) -> dict[str, Library]:
-  """The libraries in a JUnit report.
+  """Return the libraries in a JUnit report.
 
   Raises:
     ValueError: there are none.
@@ -72,11 +72,11 @@ def read(report: pathlib.Path) -> dict[str, Library]:
 
 
 def render(libraries: dict[str, Library]) -> str:
-  """The table."""
+  """Return the table in Markdown."""
   header, rows = ["library", "what changes", "what is tested"], []
   for name in sorted(libraries, key=str.lower):
     library = libraries[name]
-    # Tests end in no order of theirs.
+    # The order in which tests end is arbitrary.
     laws = [f"{'✓' if ok else '✗'} {law}" for law, ok in sorted(library.laws.items())]
     laws += [f"✗ {reason}" for reason in library.reasons]
     rows.append([f"{name} {library.version}", library.lines, "<br>".join(laws)])

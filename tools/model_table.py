@@ -1,8 +1,8 @@
-"""Writes the table of models for the docs from the report of `make test-models`.
+"""Write the table of models for the docs from the report of `make test-models`.
 
 usage: python -m tools.model_table REPORT.xml docs/models.md
 
-The part of the page between the two markers is replaced.
+The text between the two markers of the page is replaced.
 """
 
 import pathlib
@@ -12,25 +12,25 @@ import xml.etree.ElementTree as ElementTree
 
 from tools import tables
 
-# What test/suites/models/test_matrix.py compares, in the order of the table.
+# Test of test/suites/models/test_matrix.py -> name of the check, in the table's order.
 CHECKS = {
   "test_results_in_evaluation_are_those_of_the_cpu": "results",
   "test_gradients_in_training_are_those_of_the_cpu": "gradients",
   "test_a_seed_gives_the_same_draws_in_each_way": "draws",
 }
-# What a column is called for readers; a way that is missing here has its own name.
+# Way -> title of its column; other ways have their own names.
 TITLES = {
   "eager": "eagerly",
   "jit": "`jax_jit` of the step",
   "module": "`JittableModule`",
   "compile": "`torch.compile`",
 }
-# model -> way -> check -> whether it passed; None where it was skipped.
+# model -> way -> check -> True if it passed, None if it was skipped.
 Verdicts = dict[str, dict[str, dict[str, bool | None]]]
 
 
 def read(report: pathlib.Path) -> Verdicts:
-  """The verdicts in a JUnit report.
+  """Return the verdicts in a JUnit report.
 
   Raises:
     ValueError: there are none.
@@ -50,7 +50,7 @@ def read(report: pathlib.Path) -> Verdicts:
 
 
 def _cell(checks: dict[str, bool | None]) -> str:
-  """What has passed, and what has not."""
+  """Return the cell of a model and a way: the checks that passed and failed."""
   passed = [name for name in CHECKS.values() if checks.get(name)]
   failed = [f"✗ {name}" for name in CHECKS.values() if checks.get(name) is False]
   is_all = len(passed) == len(CHECKS)
@@ -58,12 +58,13 @@ def _cell(checks: dict[str, bool | None]) -> str:
 
 
 def render(verdicts: Verdicts) -> str:
-  """The table."""
+  """Return the table in Markdown."""
   ways = list(dict.fromkeys(way for by_way in verdicts.values() for way in by_way))
   ways.sort(key=[*TITLES, *ways].index)
   titles = [TITLES.get(way, way) for way in ways]
   header, rows = ["model", *titles], []
-  # Tests end in no order of theirs: variants ("BERT, attention …") come after models.
+  # The order in which tests end is arbitrary. Models come before their variants ("BERT,
+  # attention …").
   for model in sorted(verdicts, key=lambda name: ("," in name, name.lower())):
     by_way = verdicts[model]
     rows.append([model, *(_cell(by_way.get(way, {})) for way in ways)])

@@ -1,8 +1,8 @@
-"""Writes the table of operators for the docs from the report of `make test-opinfo`.
+"""Write the table of operators for the docs from the report of `make test-opinfo`.
 
 usage: python tools/operator_coverage.py REPORT.xml [LATER.xml …] docs/operators.md
 
-Of an operator that is in several reports the last one counts.
+If an operator is in several reports, the last one counts.
 """
 
 import collections
@@ -27,7 +27,7 @@ Verdicts = dict[str, dict[str, dict[str, str]]]
 
 
 def read(*paths: pathlib.Path) -> Verdicts:
-  """The verdicts in JUnit reports.
+  """Return the verdicts in JUnit reports.
 
   Raises:
     ValueError: there are none.
@@ -112,7 +112,7 @@ def _table(verdicts: Verdicts) -> list[str]:
 
 
 def render(verdicts: Verdicts) -> str:
-  """The page."""
+  """Return the page in Markdown."""
   return "\n".join(
     [
       "# Operators",
@@ -145,7 +145,7 @@ def render(verdicts: Verdicts) -> str:
 
 
 def unneeded(verdicts: Verdicts) -> list[str]:
-  """The reasons in `test/suites/opinfo/expectations.py` that no verdict gives."""
+  """Return reasons of `test/suites/opinfo/expectations.py` that no verdict gives."""
   sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "test"))
   expectations = importlib.import_module("opinfo.expectations")
   given = {

@@ -1,8 +1,8 @@
-"""Writes the table of the attributes of torch that torchax replaces.
+"""Write the table of the attributes of torch that torchax replaces.
 
 usage: python -m tools.patch_table docs/devices.md
 
-The part of the page between the two markers is replaced.
+The text between the two markers of the page is replaced.
 """
 
 import os
@@ -12,14 +12,14 @@ import sys
 from tools import tables
 
 _IMPORT, _LATER = "import", "first use"
-# A second device, for what is replaced once a program chooses it.
+# A second device, because choosing it makes some of the patches.
 _DEVICES = "--xla_force_host_platform_device_count=2"
 
 
 def rows() -> list[tuple[str, str, str]]:
-  """(attributes, feature, when) of each feature, in the order of the patches.
+  """Return (attributes, feature, when) of each feature, in the order of the patches.
 
-  It runs a program for the patches that are made later than by the import.
+  Runs a program to make the patches that the import does not make.
   """
   os.environ["XLA_FLAGS"] = _DEVICES
   import torch
@@ -57,7 +57,7 @@ def rows() -> list[tuple[str, str, str]]:
 
 
 def table() -> str:
-  """The table in Markdown."""
+  """Return the table in Markdown."""
   return tables.markdown(("attributes", "needed for", "replaced at"), rows())
 
 

@@ -1,19 +1,19 @@
-"""Carries a change of upstream's over to this project.
+"""Carry a change of upstream over to this project.
 
 usage: python -m tools.port_upstream [PATCH | COMMIT | FIRST..LAST] [options]
 
   --upstream PATH   a clone of upstream's repository, for commits; by default $UPSTREAM
   --since COMMIT    all commits after that one
-  --dry-run         says what would be done and writes nothing
-  --no-tests        does not run the tests concerned
+  --dry-run         print the verdicts and write nothing
+  --no-tests        do not run the tests concerned
 
-Functions that change go to the file here that has one of their name, with `compiled=`
-and `static=` of ours; others go to a theme `ported`, with the helpers and imports that
-they need. What is left to do by hand is listed with its place there and here, and a
-line goes to docs/upstream.md. Nothing is written where the input is wrong.
+A changed function replaces the function of the same name here; its decorator keeps our
+`compiled=` and `static=`. Other functions go to a theme `ported`, with the helpers and
+imports that they need. Parts left to do by hand are listed with their lines upstream
+and here. A row is added to docs/upstream.md. Nothing is written if the input is wrong.
 
-Exit status: 0 where nothing is left, 1 where something is left to do by hand, 2 for
-input that cannot be carried over.
+Exit status: 0 if nothing is left to do, 1 if parts are left to do by hand, 2 for input
+that cannot be carried over.
 """
 
 import argparse
@@ -34,7 +34,7 @@ HEADER = ("commit", "subject", CARRIED, THERE, MEANINGLESS, BY_HAND, "date")
 
 
 def main(arguments: list[str], root: pathlib.Path = ROOT) -> int:
-  """Entry point; gives the exit status."""
+  """Carry changes over; return the exit status."""
   parser = argparse.ArgumentParser(
     prog="python -m tools.port_upstream",
     description=__doc__,
@@ -78,7 +78,7 @@ def main(arguments: list[str], root: pathlib.Path = ROOT) -> int:
 
 
 def _changes(chosen) -> list[Change]:
-  """What is to be carried over.
+  """Return the changes to carry over.
 
   Raises:
     PortError: there is no such patch or commit.
@@ -100,12 +100,12 @@ def _changes(chosen) -> list[Change]:
 
 
 def carried(tree: Tree, change: Change, limit: float) -> list[Item]:
-  """Carries a change into a tree, unless tests fail with it.
+  """Carry a change into a tree, unless tests fail with it; return the verdicts.
 
   Args:
-    tree: takes what is carried.
-    change: of upstream's.
-    limit: in seconds for the tests; 0 runs none.
+    tree: tree to change.
+    change: change of upstream.
+    limit: seconds for the tests; 0 runs none.
   """
   before = dict(tree.written)
   items = Carrier(tree).carry(change)
@@ -115,7 +115,7 @@ def carried(tree: Tree, change: Change, limit: float) -> list[Item]:
   tests = sorted(path for path in places if path.startswith("test/"))
   code = {path: text for path, text in tree.written.items() if before.get(path) != text}
   if tests and len(tests) < len(places) and not _failure(before, tree, tests, limit):
-    # They pass as it is: what they test is there already.
+    # The new tests pass without the new code, so the feature is here already.
     tree.written = {**before, **{path: code[path] for path in tests if path in code}}
     return [_judged(i, THERE, "its tests pass as it is") for i in items]
   concerned = sorted({*tests, *_tests_of(tree, places)})
@@ -136,7 +136,7 @@ def _judged(item: Item, verdict: str, reason: str, also_tests=False) -> Item:
 
 
 def _failure(before: dict, tree: Tree, tests: list[str], limit: float) -> str:
-  """Why tests fail without the rest of a change, or ""."""
+  """Return the reason why tests fail without the rest of a change, or ""."""
   alone = Tree(tree.root)
   alone.written = {**before, **{p: tree.written[p] for p in tests if p in tree.written}}
   return _failed(alone, tests, limit)
@@ -149,7 +149,7 @@ def _failed(tree: Tree, tests: list[str], limit: float) -> str:
 
 
 def _tests_of(tree: Tree, places: set[str]) -> list[str]:
-  """The tests of themes that are touched."""
+  """Return the tests of the changed themes."""
   found = []
   for path in places:
     name = path.rpartition("/")[2]
@@ -162,7 +162,7 @@ def _tests_of(tree: Tree, places: set[str]) -> list[str]:
 
 
 def with_row(page: str, change: Change, items: list[Item]) -> str:
-  """The page with a line for a change, in place of one that it has."""
+  """Return the page with a row for a change, which replaces an earlier row of it."""
   verdicts = (CARRIED, THERE, MEANINGLESS, BY_HAND)
   counts = [sum(item.verdict == verdict for item in items) for verdict in verdicts]
   today = datetime.date.today().isoformat()

@@ -1,4 +1,4 @@
-"""Writes the table of programs for the docs from the report of `make test-ecosystem`.
+"""Write the table of programs for the docs from the report of `make test-ecosystem`.
 
 usage: python -m tools.program_table REPORT.xml docs/training-scripts.md
 

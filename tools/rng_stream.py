@@ -1,19 +1,19 @@
-"""Writes the raw bits of random streams, for external batteries of tests.
+"""Write the raw bits of random streams, for external batteries of tests.
 
 PractRand, TestU01 or dieharder read such a dump from a pipe:
 
   python tools/rng_stream.py --mode seeds | RNG_test stdin32 -tlmax 64GB
 
-The modes walk through the keys in the ways in which programs use them, because the
-weak place of a counter-based generator is where neighbouring keys meet:
+The modes use keys in the order in which programs use them, because a counter-based
+generator is weakest between neighbouring keys:
 
   counter      draw 0, 1, 2, … of one stream
   interleaved  draw 0 of 64 forks of one stream, then draw 1 of them, …
   threads      draw 0 of the root streams of 64 threads, then draw 1 of them, …
   seeds        draw 0 of seed, seed + 1, seed + 2, …
 
-A draw is `--words` numbers of 32 bits; few words give many keys. `dump` is the same
-as a function, which the project's own tests read.
+A draw is `--words` numbers of 32 bits; few words give many keys. The project's tests
+call `dump`, which yields the same words.
 """
 
 import argparse
@@ -30,7 +30,7 @@ import numpy as np
 from torchax.rng import RngState
 from torchax.rng import state as rng_state
 
-# Draws of one compiled call.
+# Number of draws of one compiled call.
 BLOCK = 1 << 14
 STREAMS = 64
 WORDS = 4
@@ -39,7 +39,7 @@ _SUFFIXES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 @functools.partial(jax.jit, static_argnames="words")
 def _draw(keys, counts, words: int):
-  """The numbers of draw `counts[i]` of the stream `keys[i]`, shape (n, words)."""
+  """Return draw `counts[i]` of the stream `keys[i]`, shape (n, words)."""
 
   def draw(key, count):
     return jax.random.bits(rng_state.fold_in(key, count), (words,), jnp.uint32)
@@ -93,20 +93,20 @@ def dump(
   impl: str = rng_state.DEFAULT_IMPL,
   words: int = WORDS,
 ) -> Iterator[np.ndarray]:
-  """The draws of a mode, block by block.
+  """Yield the draws of a mode, block by block.
 
   Args:
     mode: one of `MODES`.
-    seed: an integer that `torch.manual_seed` takes; in [0, 2**32) for "seeds".
-    impl: a PRNG implementation that streams may use.
-    words: 32-bit numbers in a draw.
+    seed: integer that `torch.manual_seed` takes; in [0, 2**32) for "seeds".
+    impl: PRNG implementation that streams may use.
+    words: number of 32-bit words in a draw.
 
   Yields:
     Arrays of uint32 of shape (draws, words).
 
   Raises:
-    ValueError: an unknown mode, a seed out of range, fewer words than one, or an
-      implementation that is refused.
+    ValueError: the mode is unknown, the seed is out of range, `words` is less than 1,
+      or streams may not use the implementation.
   """
   if mode not in MODES:
     raise ValueError(f"Expected a mode among {', '.join(MODES)}, but got {mode!r}.")
@@ -121,7 +121,7 @@ def dump(
 
 
 def size(text: str) -> int:
-  """A number of bytes, such as 4096, 64K or 2G.
+  """Parse a number of bytes, such as 4096, 64K or 2G.
 
   >>> size("64K")
   65536
@@ -134,7 +134,7 @@ def size(text: str) -> int:
 
 
 def write(blocks: Iterator[np.ndarray], file, limit: int | None) -> int:
-  """Writes blocks until `limit` bytes or their end; returns the bytes written."""
+  """Write blocks until `limit` bytes or their end; return the bytes written."""
   written = 0
   for block in blocks:
     data = block.tobytes()
@@ -161,7 +161,7 @@ def _arguments(argv) -> argparse.Namespace:
 
 
 def main(argv=None) -> None:
-  """The program; see the module's docstring."""
+  """Write the dump; see the module's docstring."""
   options = _arguments(argv)
   blocks = dump(options.mode, options.seed, options.impl, options.words)
   if options.output is not None:

@@ -1,8 +1,8 @@
-"""Writes the table of samplers for the docs from the report of `make test-samplers`.
+"""Write the table of samplers for the docs from the report of `make test-samplers`.
 
 usage: python -m tools.sampler_table REPORT.xml docs/samplers.md
 
-The part of the page between the two markers is replaced.
+The text between the two markers of the page is replaced.
 """
 
 import pathlib
@@ -12,7 +12,7 @@ import xml.etree.ElementTree as ElementTree
 
 from tools import tables
 
-# What the tests of test/rng/test_sampler_table.py record, and the title for readers.
+# Property that test/rng/test_sampler_table.py records -> title of its column.
 COLUMNS = {
   "distance": "distance to the law",
   "least": "least",
@@ -24,10 +24,10 @@ Records = dict[str, dict[str, dict[str, str]]]
 
 
 def read(report: pathlib.Path) -> Records:
-  """What was recorded in a JUnit report.
+  """Return the records in a JUnit report.
 
   Raises:
-    ValueError: nothing was.
+    ValueError: there are none.
   """
   records: Records = {}
   for case in ElementTree.parse(report).iter("testcase"):
@@ -42,12 +42,12 @@ def read(report: pathlib.Path) -> Records:
 
 
 def _text(name: str) -> str:
-  """pytest writes what is not ASCII with escapes."""
+  """Decode the escapes that pytest writes for characters outside of ASCII."""
   return re.sub(r"\\[xu]([0-9a-f]+)", lambda m: chr(int(m[1], 16)), name)
 
 
 def render(records: Records) -> str:
-  """The table."""
+  """Return the table in Markdown."""
   header, rows = ["sampler", "dtype", *COLUMNS.values()], []
   for name, by_dtype in records.items():
     for dtype, found in by_dtype.items():

@@ -1,12 +1,12 @@
-"""Runs programs for an hour and judges whether the process keeps growing.
+"""Run programs for an hour and check that the process does not keep growing.
 
 usage: python -m tools.soak [--minutes=60] [--out=output/soak.json] [--picture=PATH]
 
-Each round runs every workload once: steps of training by every way to compile, numbers
-that change with each call, lengths that come and go, errors, threads, files. Between
-rounds the memory of the process, its arrays, its compiled programs and Python's objects
-are counted. Caches with a bound fill and are emptied, so that a count goes up and down;
-what may not rise are its peaks: those after the middle of the run, beside those before.
+Each round runs every workload once: training steps in every way to compile, numbers and
+lengths that change with each call, errors, threads, files. Samples between rounds count
+resident memory, arrays, compiled programs and Python's objects. Bounded caches fill and
+are emptied, so a count rises and falls. Its peak must not rise: the peak of the second
+half of the run may exceed that of the first half by at most `BOUND`.
 """
 
 import dataclasses
@@ -27,15 +27,15 @@ import torchax
 from torchax.core import program_limit
 from torchax.interop import jax_jit, jax_value_and_grad, scan
 
-_MINUTES = flags.DEFINE_float("minutes", 60.0, "How long to run.")
-_OUT = flags.DEFINE_string("out", "output/soak.json", "Where the samples go.")
-_PICTURE = flags.DEFINE_string("picture", "", "Where the curves go, if anywhere.")
+_MINUTES = flags.DEFINE_float("minutes", 60.0, "Minutes to run.")
+_OUT = flags.DEFINE_string("out", "output/soak.json", "Path of the samples.")
+_PICTURE = flags.DEFINE_string("picture", "", "Path of the curves; none by default.")
 
-# The share of the time in which things may still be compiled for the first time.
+# Fraction of the run in which programs may still be compiled for the first time.
 WARM_UP = 0.3
-# By how much of itself a peak may be higher in the second half than in the first. A
-# peak falls between two samples, which is worth half of this; one array or object kept
-# by each round would be many times as much.
+# Bound of the relative rise of a peak from the first half to the second. Half of it is
+# noise, because a peak may occur between two samples. One array or object leaked in
+# each round would exceed it many times over.
 BOUND = 0.01
 UNITS = {
   "memory": "resident memory, MB",
@@ -48,14 +48,14 @@ PAGE = "/proc/self/statm"
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-  """What there is at one time.
+  """Counts at one time.
 
   Attributes:
-    hours: since the start.
-    memory: resident, in MB.
-    arrays: of JAX.
-    programs: compiled ones.
-    objects: that Python's collector knows of.
+    hours: time since the start.
+    memory: resident memory in MB.
+    arrays: live JAX arrays.
+    programs: compiled programs.
+    objects: objects that Python's garbage collector tracks.
   """
 
   hours: float
@@ -66,7 +66,7 @@ class Sample:
 
 
 def sample(start: float) -> Sample:
-  """Counts now, after a collection of garbage."""
+  """Return the current counts, after a garbage collection."""
   gc.collect()
   pages = int(pathlib.Path(PAGE).read_text().split()[1])
   return Sample(
@@ -79,10 +79,10 @@ def sample(start: float) -> Sample:
 
 
 def growth(samples: list[Sample]) -> dict[str, float]:
-  """By how much of itself the peak of each count rises, after the warm-up.
+  """Return the relative rise of the peak of each count, after the warm-up.
 
   Args:
-    samples: in order of time.
+    samples: samples in order of time.
 
   Returns:
     (peak of the second half - peak of the first) / peak of the first, by count.
@@ -107,7 +107,7 @@ def growth(samples: list[Sample]) -> dict[str, float]:
 
 
 def exceeded(found: dict[str, float]) -> list[str]:
-  """The counts whose peak rises by more than the bound."""
+  """Return the counts whose peak rises by more than the bound."""
   return [name for name, rise in found.items() if rise > BOUND]
 
 
@@ -135,7 +135,7 @@ def _tokens(length: int = 12):
 
 
 class Workloads:
-  """The programs of a round; each is called with the number of the round."""
+  """Programs of a round; each is called with the number of the round."""
 
   def __init__(self):
     torch.manual_seed(0)
@@ -145,7 +145,7 @@ class Workloads:
     self.compiled = torch.compile(self.model, backend="jax")
 
   def all(self) -> dict[str, Callable[[int], None]]:
-    """The workloads by name."""
+    """Return the workloads by name."""
     return {
       name: getattr(self, name)
       for name, member in vars(type(self)).items()
@@ -227,11 +227,11 @@ class Workloads:
 
 
 def run(minutes: float, workloads: dict[str, Callable]) -> list[Sample]:
-  """Runs the workloads over and over; a sample at most every ten seconds.
+  """Run the workloads repeatedly; take a sample at most every ten seconds.
 
   Args:
-    minutes: how long, after the first sample; the last one is the end.
-    workloads: by name; see `Workloads`.
+    minutes: duration, from the first sample to the last one.
+    workloads: name -> workload; see `Workloads`.
   """
   start = time.monotonic()
   period = min(10.0, minutes * 60 / 20)
@@ -248,7 +248,7 @@ def run(minutes: float, workloads: dict[str, Callable]) -> list[Sample]:
 
 
 def picture(samples: list[Sample], path: pathlib.Path) -> None:
-  """Draws the curves; needs the extra `plot`."""
+  """Save a picture of the curves; needs the extra `plot`."""
   import matplotlib
 
   matplotlib.use("Agg")

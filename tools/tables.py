@@ -1,7 +1,7 @@
-"""Tables of the docs that are written from reports of test runs.
+"""Tables of the docs that tools write from reports of test runs.
 
-A tool for one of them says how a report becomes rows; the page has a line before and
-one after the table, and what is between them is replaced.
+Each tool converts a report to rows. The page has a marker line before the table and one
+after it; the text between them is replaced.
 """
 
 import pathlib
@@ -11,18 +11,18 @@ END = "<!-- end of the table -->"
 
 
 def begin(tool: str) -> str:
-  """The line of a page before the table that `tools/TOOL.py` writes."""
+  """Return the marker line before the table that `tools/TOOL.py` writes."""
   return f"<!-- the table is written by tools/{tool}.py -->"
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-  """A table, a line a row."""
+  """Return a table in Markdown."""
   lines = [header, ["---"] * len(header), *rows]
   return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def written(page: str, tool: str) -> str:
-  """The table of a tool in a page.
+  """Return the table of a tool in a page.
 
   Raises:
     ValueError: the page has no markers.
@@ -35,7 +35,7 @@ def written(page: str, tool: str) -> str:
 
 
 def insert(page: str, tool: str, table: str) -> str:
-  """The page with another table of a tool between its markers.
+  """Return the page with the table of a tool between its markers replaced.
 
   Raises:
     ValueError: the page has no markers.
@@ -49,13 +49,13 @@ def insert(page: str, tool: str, table: str) -> str:
 def main(
   tool: str, usage: str, table: Callable[[pathlib.Path], str], arguments: list[str]
 ) -> None:
-  """Entry point of a tool: REPORT.xml PAGE.md.
+  """Write the table of a report to a page; entry point of a tool.
 
   Args:
-    tool: its name.
-    usage: what is said where the arguments are others.
+    tool: name of the tool.
+    usage: message for wrong arguments.
     table: report -> table.
-    arguments: the two paths.
+    arguments: paths of the report and the page.
   """
   if len(arguments) != 2:
     raise SystemExit(usage)

@@ -1,16 +1,17 @@
-"""Runs PyTorch's own device tests for the device "jax", beside CPU torch.
+"""Run PyTorch's own device tests on the device "jax" and compare with CPU torch.
 
 usage: python -m tools.torch_tests FOLDER [--files FILE ...] [--sample N] [--x64]
        [--jobs N] [--time-limit SECONDS] [--output FILE] [--resume] [--page PAGE.md]
 
-FOLDER holds the tests of a release of PyTorch; nothing of it is kept. Each file runs
-with 64-bit types and without (`--x64`: with them only). A test that does not pass runs
-again on CPU torch, in a process without torchax. If it does not pass there either, it
-is a difference between releases. If it does, it is a fault, or has its reason in
-`test/torch_expectations.toml`, or needs 64 bits: it passes with them. A test is slow
-that takes longer than the limit here and less than a second there. Exit status: 0 if
-there are no faults, slow tests or stale expectations, 1 if there are, 2 for a folder or
-a file that cannot be used.
+FOLDER holds the tests of a release of PyTorch; nothing is written there. Each file runs
+with 64-bit types and without them (`--x64`: only with them). A test that fails is
+repeated on CPU torch, in a process without torchax. A test that fails there too is a
+difference between releases. Otherwise it is a fault, unless it passes with 64-bit types
+or `test/torch_expectations.toml` has a reason. A test is slow if it exceeds the limit
+on jax and takes less than a second on CPU torch.
+
+Exit status: 0 without faults, slow tests and stale expectations, 1 with any of them, 2
+for a folder or a file that cannot be used.
 """
 
 import argparse
@@ -76,13 +77,13 @@ SECONDS_TO_LOAD = 300.0
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-  """A test in one mode.
+  """Outcomes of a test in one mode.
 
   Attributes:
     mode: one of `MODES`.
     here: outcome on jax.
-    there: outcome on CPU torch, if it did not pass here.
-    passes_with_x64: whether it passes with 64-bit types.
+    there: outcome on CPU torch, if it did not pass on jax.
+    passes_with_x64: True if it passes with 64-bit types.
   """
 
   mode: str
@@ -92,18 +93,18 @@ class Record:
 
   @property
   def file(self) -> str:
-    """Its file."""
+    """File of the test."""
     return self.here.row.partition("::")[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class Judgement:
-  """A record compared with CPU torch.
+  """Judgement of a record.
 
   Attributes:
-    record: the test.
+    record: record of the test.
     kind: "passed", "skipped", "expected", "other release", "slow" or "fault".
-    reason: why it is expected to fail.
+    reason: reason of an expected failure.
   """
 
   record: Record
@@ -116,11 +117,11 @@ class Request:
   """Tests of a file to run.
 
   Attributes:
-    file: its name in the folder of tests.
+    file: name in the folder of tests.
     device: "jax" or "cpu".
-    x64: whether JAX has 64-bit types.
-    rows: their names, or None for all.
-    sample: how many of the file's tests to run, or None for all.
+    x64: True if JAX has 64-bit types.
+    rows: names of the tests, or None for all.
+    sample: number of the file's tests to run, or None for all.
   """
 
   file: str
@@ -131,7 +132,7 @@ class Request:
 
 
 class _Process:
-  """A worker, and what it has written."""
+  """Worker process and its output."""
 
   def __init__(self, request: Request, folder: pathlib.Path, work: str, done: set[str]):
     paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
@@ -141,7 +142,7 @@ class _Process:
       "JAX_ENABLE_X64": str(int(request.x64)),
       "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
       "PYTORCH_TESTING_DEVICE_ONLY_FOR": "privateuse1",
-      # Classes that are for "cpu" and "cuda" only run for ours as well.
+      # Classes only for "cpu" and "cuda" run for our device as well.
       "PYTORCH_TESTING_DEVICE_FOR_CUSTOM": "privateuse1,jax",
     }
     if request.device == "cpu":
@@ -167,11 +168,11 @@ class _Process:
       stream.write(json.dumps(asked).encode())
 
   def has_ended(self) -> bool:
-    """Whether it has; what it wrote until then is read after this."""
+    """Return True if the process has ended; read its last lines after this call."""
     return self._popen.poll() is not None
 
   def lines(self) -> list[dict]:
-    """Whole lines that it wrote since the last call."""
+    """Return the whole lines written since the last call."""
     with self._results.open("rb") as stream:
       stream.seek(self._read)
       whole = stream.read().rpartition(b"\n")[0]
@@ -179,23 +180,23 @@ class _Process:
     return [json.loads(line) for line in whole.splitlines()]
 
   def last_words(self) -> str:
-    """Last line of its output, or its exit status."""
+    """Return the last line of its output, or its exit status."""
     text = self._log.read_text(encoding="utf-8", errors="replace").strip()
     return text.splitlines()[-1] if text else f"exit status {self._popen.returncode}"
 
   def close(self) -> None:
-    """End it."""
+    """End the process."""
     self._popen.kill()
     self._popen.wait()
 
 
 def run_file(request: Request, folder: pathlib.Path, limit: float) -> list[Outcome]:
-  """Run tests of one file; a worker that crashes or hangs is followed by another.
+  """Run tests of one file; start another worker after one that crashes or hangs.
 
   Args:
-    request: the tests.
-    folder: of PyTorch's tests.
-    limit: in seconds, for each test.
+    request: tests to run.
+    folder: folder of PyTorch's tests.
+    limit: seconds for each test.
   """
   found: dict[str, Outcome] = {}
   with tempfile.TemporaryDirectory() as work:
@@ -212,7 +213,7 @@ def run_file(request: Request, folder: pathlib.Path, limit: float) -> list[Outco
 def _follow(
   process: _Process, request: Request, limit: float, found: dict[str, Outcome]
 ) -> bool:
-  """Collect outcomes until the process ends; whether no test is left to run."""
+  """Collect outcomes until the process ends; return True if no test is left to run."""
   rows: list[str] | None = None
   current, since, fixture = request.file, time.monotonic(), "it did not run"
   while True:
@@ -252,7 +253,7 @@ def compare_file(
   sample: int | None,
   limit: float,
 ) -> list[Record]:
-  """Run one file in each mode, and on CPU torch what does not pass."""
+  """Run one file in each mode, and its failures on CPU torch."""
   here = {
     mode: run_file(Request(file, "jax", mode == "x64", sample=sample), folder, limit)
     for mode in modes
@@ -273,7 +274,7 @@ def compare_file(
 
 
 def judge(record: Record, expectations: list[Expectation]) -> Judgement:
-  """Compare a test with CPU torch, and with the expectations."""
+  """Judge a test by CPU torch and the expectations."""
   here, there = record.here, record.there
   if here.verdict not in FAILED:
     return Judgement(record, here.verdict)
@@ -291,18 +292,18 @@ def judge(record: Record, expectations: list[Expectation]) -> Judgement:
 def stale_expectations(
   judgements: list[Judgement], expectations: list[Expectation]
 ) -> list[Expectation]:
-  """Expectations that explain no failure."""
+  """Return the expectations that explain no failure."""
   used = [j.record.here for j in judgements if j.kind == "expected"]
   return [e for e in expectations if not any(e.matches(outcome) for outcome in used)]
 
 
 def render(judgements: list[Judgement], sample: int | None) -> str:
-  """Table of the page: a row for each file and mode, and one for all files."""
+  """Return the table of the page: a row for each file and mode, and for all files."""
   size = f"{sample} of each" if sample else "all tests"
   header = [f"file ({size})", "dtypes", "run", "passed", "expected", "faults", "slow"]
   groups: dict[tuple[str, str], list[Judgement]] = collections.defaultdict(list)
   for judgement in judgements:
-    # Neither side can be compared: it is as if the test had not run.
+    # These tests have no result to compare, and are not counted.
     if judgement.kind not in ("skipped", "other release"):
       record = judgement.record
       groups[record.file, record.mode].append(judgement)
@@ -326,7 +327,7 @@ def _append(report: pathlib.Path, file: str, records: list[Record]) -> None:
 
 
 def _read(report: pathlib.Path) -> dict[str, list[Record]]:
-  """File -> records, of a report."""
+  """Return file -> records of a report."""
   lines = map(json.loads, report.read_text(encoding="utf-8").splitlines())
   return {line["file"]: list(map(_record, line["records"])) for line in lines}
 
@@ -369,7 +370,7 @@ def _folder(name: str, files: tuple[str, ...]) -> pathlib.Path:
 
 
 def main(arguments: list[str]) -> int:
-  """Entry point; gives the exit status."""
+  """Run the tests, print the table and return the exit status."""
   chosen = _parse(arguments)
   files, modes = tuple(chosen.files), MODES[:1] if chosen.x64 else MODES
   try:

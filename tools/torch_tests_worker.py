@@ -1,4 +1,4 @@
-"""Runs the device tests of one of PyTorch's test files, in a process of its own.
+"""Run the device tests of one of PyTorch's test files, in a process of its own.
 
 usage: python -m tools.torch_tests_worker FOLDER FILE DEVICE RESULTS < REQUEST
 
@@ -20,13 +20,13 @@ import types
 import unittest
 from typing import Any, TextIO
 
-# torch names a class after the device, and our first one after the key PrivateUse1.
+# Suffixes of class names: the device, and for our first class the key PrivateUse1.
 SUFFIXES = {"cpu": ("CPU",), "jax": ("PRIVATEUSE1", "JAX")}
 LONGEST_MESSAGE = 300
 
 
 def row_name(file: str, cls: str, test: str, device: str) -> str | None:
-  """Name of a test, the same for every device; None if its class has no device.
+  """Return the name of a test, equal for all devices; None if its class has no device.
 
   >>> row_name("test_nn.py", "TestNNCPU", "test_pad_cpu_float32", "cpu")
   'test_nn.py::TestNN::test_pad_DEVICE_float32'
@@ -40,7 +40,7 @@ def row_name(file: str, cls: str, test: str, device: str) -> str | None:
 
 
 def tests_of(module: types.ModuleType, file: str, device: str) -> dict[str, Any]:
-  """Row -> test case, for the classes of a device."""
+  """Return row -> test case, for the classes of a device."""
   loader = unittest.TestLoader()
   found = {}
   for name, cls in vars(module).items():
@@ -54,9 +54,10 @@ def tests_of(module: types.ModuleType, file: str, device: str) -> dict[str, Any]
 
 
 def _drop_copied_fixtures(cls: type) -> None:
-  """Let `super(self.__class__, self).setUp()` of an old release end.
+  """Drop copied fixtures: an old `super(self.__class__, self).setUp()` never ends.
 
-  torch copies fixtures to the class of a device, which has become a subclass of theirs.
+  torch copies fixtures to the class of a device, which is now a subclass of the
+  original class.
   """
   for name in {"setUp", "tearDown"} & vars(cls).keys():
     for base in cls.__mro__[1:]:
@@ -65,12 +66,12 @@ def _drop_copied_fixtures(cls: type) -> None:
 
 
 def sampled(rows: list[str], count: int) -> set[str]:
-  """Choose rows by a hash of their names: the same ones each time."""
+  """Return `count` rows, chosen by a hash of their names."""
   return set(sorted(rows, key=lambda r: hashlib.sha256(r.encode()).digest())[:count])
 
 
 def describe(error: BaseException) -> tuple[str, list[str]]:
-  """First line of an error, and the last frames outside of torch's test helpers."""
+  """Return the first line of an error and its last frames outside of test helpers."""
   while error.__cause__ is not None and str(error).startswith("Caused by"):
     error = error.__cause__
   lines = str(error).strip().splitlines()
@@ -84,7 +85,7 @@ def describe(error: BaseException) -> tuple[str, list[str]]:
 
 
 class Missing:
-  """Helper that this torch has removed: a decorator without effect, false, no tests."""
+  """Stub for a removed helper of torch: false, empty, a decorator without effect."""
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
     is_decorator = len(args) == 1 and callable(args[0]) and not kwargs
@@ -103,7 +104,7 @@ class Missing:
 
 
 def load(name: str) -> types.ModuleType:
-  """Import a test file, with `Missing` for helpers of torch that have gone."""
+  """Import a test file, with `Missing` for removed helpers of torch."""
   replaced: set[tuple[str, str]] = set()
   while True:
     try:
@@ -117,13 +118,13 @@ def load(name: str) -> types.ModuleType:
       if key in replaced:
         raise
       replaced.add(key)
-      # A list of two lists, of which one is left.
+      # torch has split the list `…_and_refs`: use the list without the references.
       rest = getattr(helper, found[1].removesuffix("_and_refs"), None)
       setattr(helper, found[1], Missing() if rest is None else rest)
 
 
 class Results(unittest.TestResult):
-  """Writes a line when a test starts, and one when it has ended."""
+  """Test result that writes a line when a test starts and one when it has ended."""
 
   def __init__(self, names: dict[str, str], file: TextIO):
     super().__init__()
@@ -133,7 +134,7 @@ class Results(unittest.TestResult):
     self._start = 0.0
 
   def write(self, **line: Any) -> None:
-    """Write one line, so that it outlives the process."""
+    """Write one line and flush it, so that it survives a crash."""
     self._file.write(json.dumps(line) + "\n")
     self._file.flush()
 
@@ -152,7 +153,7 @@ class Results(unittest.TestResult):
     message, frames = describe(error[1])
     if test.id() in self._names or hasattr(test, "test_case"):
       self._verdict = {"verdict": "failed", "message": message, "frames": frames}
-    else:  # the fixture of a class: none of its tests run
+    else:  # a fixture of the class failed: none of its tests run
       self.write(fixture=message)
 
   def addError(self, test: Any, err: Any) -> None:

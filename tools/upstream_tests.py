@@ -1,12 +1,12 @@
-"""Runs the tests of a checkout of upstream against this project.
+"""Run the tests of a checkout of upstream against this project.
 
 usage: python -m tools.upstream_tests PATH [--expectations FILE] [--time-limit SECONDS]
        [--jobs N]
 
-Each file is a process of its own. Its folder is copied to where `torchax` can only be
-this project's; nothing of upstream's is kept. `test/upstream_expectations.toml` has the
-rows that fail, and why. Exit status: 0 where these fail and no others, 1 where another
-row fails or one of these does not, 2 for a checkout or a file that cannot be used.
+Each file runs in a process of its own, on a temporary copy of its folder, in which
+`torchax` is this project's. `test/upstream_expectations.toml` lists the rows that fail,
+with reasons. Exit status: 0 if exactly these fail, 1 if another row fails or one of
+these does not, 2 for a checkout or a file that cannot be used.
 """
 
 import argparse
@@ -31,12 +31,12 @@ from tools.expectations import (
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 EXPECTATIONS = ROOT / "test" / "upstream_expectations.toml"
-# The package at the root of the repository, or in a folder of a larger one.
+# Folder of the package: the root of the repository, or a folder of a larger one.
 LAYOUTS = (".", "torchax")
 
 
 def tests_of(checkout: pathlib.Path) -> pathlib.Path:
-  """The folder of a checkout's tests.
+  """Return the folder of a checkout's tests.
 
   Raises:
     InputError: it is no checkout of upstream.
@@ -55,12 +55,12 @@ def tests_of(checkout: pathlib.Path) -> pathlib.Path:
 
 
 def run_file(copy: pathlib.Path, name: str, limit: float) -> list[Outcome]:
-  """Runs one file in a process.
+  """Run one file in a process.
 
   Args:
-    copy: a folder that holds a copy of the tests, as `test/`.
-    name: of the file, below `test/`.
-    limit: in seconds.
+    copy: folder with a copy of the tests, `test/`.
+    name: path of the file below `test/`.
+    limit: time limit in seconds.
   """
   report = copy / f"{name.replace('/', '_')}.xml"
   command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
@@ -87,13 +87,13 @@ def run_file(copy: pathlib.Path, name: str, limit: float) -> list[Outcome]:
 
 
 def _environment(copy: pathlib.Path) -> dict[str, str]:
-  """Has `torchax` be this project's, and lets tests find what lies beside them."""
+  """Return variables that make `torchax` this project's and tests importable."""
   paths = [str(ROOT), str(copy), str(copy / "test")]
   return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def read_report(report: pathlib.Path, name: str) -> list[Outcome]:
-  """The outcomes in a JUnit report of one file."""
+  """Return the outcomes in a JUnit report of one file."""
   outcomes = []
   for case in ElementTree.parse(report).iter("testcase"):
     wrong = case.find("failure")
@@ -115,7 +115,7 @@ def read_report(report: pathlib.Path, name: str) -> list[Outcome]:
 
 
 def _require_ours(copy: pathlib.Path) -> None:
-  """Raises `InputError` unless `torchax` is this project there."""
+  """Raise `InputError` unless the tests import this project's `torchax`."""
   code = "import importlib.util as u; print(u.find_spec('torchax').origin)"
   done = subprocess.run(
     [sys.executable, "-c", code],
@@ -135,7 +135,7 @@ def _require_ours(copy: pathlib.Path) -> None:
 def run_all(
   checkout: pathlib.Path, limit: float, jobs: int
 ) -> dict[str, tuple[list[Outcome], float]]:
-  """File -> outcomes and seconds.
+  """Run all test files; return file -> outcomes and seconds.
 
   Raises:
     InputError: it is no checkout of upstream.
@@ -144,7 +144,7 @@ def run_all(
   with tempfile.TemporaryDirectory() as place:
     copy = pathlib.Path(place)
     shutil.copytree(tests, copy / "test", ignore=shutil.ignore_patterns("__pycache__"))
-    # So that `from test import …` finds it, and not Python's own tests.
+    # Makes `from test import …` find this folder and not Python's own tests.
     (copy / "test" / "__init__.py").touch()
     _require_ours(copy)
     names = [p.relative_to(tests).as_posix() for p in sorted(tests.rglob("test_*.py"))]
@@ -158,7 +158,7 @@ def run_all(
 
 
 def main(arguments: list[str]) -> int:
-  """Entry point; gives the exit status."""
+  """Run the tests, print the verdicts and return the exit status."""
   parser = argparse.ArgumentParser(
     prog="python -m tools.upstream_tests",
     description=__doc__,

@@ -1,4 +1,4 @@
-"""Runs random programs and prints the first differences, shrunk."""
+"""Run random programs and print the first differences, shrunk."""
 
 import collections
 import time
@@ -22,7 +22,7 @@ _SECONDS = flags.DEFINE_float("seconds", float("inf"), "Time after which to stop
 
 
 def shrunk(program: Program, found: Comparison) -> Program:
-  """The fewest lines that differ in the same way of running."""
+  """Return the fewest lines that still differ in the same way of running."""
 
   def fails(candidate: Program) -> bool:
     return any(

@@ -1,4 +1,4 @@
-"""The comparison of a program's run with the reference."""
+"""Comparison of a program's run with the reference."""
 
 import dataclasses
 import enum
@@ -13,7 +13,7 @@ RTOL_OF_HALVES = 2e-2
 
 
 class Verdict(enum.Enum):
-  """How a run compares."""
+  """Result of a comparison."""
 
   AGREES = "agrees"
   REFUSED = "refused with a way out"
@@ -24,7 +24,7 @@ class Verdict(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-  """A verdict on a program run one way, and where the difference is."""
+  """Verdict on a program run one way, and its first difference."""
 
   way: str
   verdict: Verdict
@@ -33,12 +33,12 @@ class Comparison:
 
 
 def compare(program: Program, ways, outcomes: dict | None = None) -> list[Comparison]:
-  """Compare ways of running a program with CPU torch; draws with eager runs.
+  """Compare ways of running a program with CPU torch, or with eager runs if it draws.
 
   Args:
-    program: the program.
+    program: program to run.
     ways: names of ways.
-    outcomes: takes the outcomes by their way.
+    outcomes: dict that receives the outcome of each way.
   """
   outcomes = {} if outcomes is None else outcomes
   reference = outcomes["cpu"] = run(program, "cpu")
@@ -83,7 +83,7 @@ def _described(outcome: Outcome) -> str:
 
 
 def difference(reference: Outcome, outcome: Outcome, way: str) -> str:
-  """The first difference of two outcomes; an empty text if there is none."""
+  """Describe the first difference of two outcomes; return "" if there is none."""
   for name, expected in reference.values.items():
     if name == "next draw" and name not in outcome.values:
       continue
@@ -91,7 +91,7 @@ def difference(reference: Outcome, outcome: Outcome, way: str) -> str:
       return f"there is no {name}"
     found = outcome.values[name]
     if expected is None and way != "eager":
-      continue  # torch refuses the write, and the result of a compiled call is whole
+      continue  # torch refuses the write; results of compiled calls do not overlap
     if name.startswith("sees writes to") and _may_be_copies(way, name, reference):
       if "result" in name:
         continue
@@ -103,7 +103,7 @@ def difference(reference: Outcome, outcome: Outcome, way: str) -> str:
 
 
 def _may_be_copies(way: str, name: str, reference: Outcome) -> bool:
-  """True where results need not share memory: after `jax_jit`, and with a gradient."""
+  """Return True if results need not be aliases: after `jax_jit`, and with gradients."""
   written = name.removeprefix("sees writes to ")
   is_trained = any(name.startswith("gradient") for name in reference.values)
   is_plain = is_trained and not reference.values[f"{written} requires grad"]

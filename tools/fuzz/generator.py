@@ -1,7 +1,7 @@
-"""Makes random programs, one statement after the other.
+"""Generator of random programs, one statement after the other.
 
-Each statement runs on CPU torch as soon as it is made: so shapes are known, and what
-torch refuses is left out. The templates are in `templates.py`.
+CPU torch runs each new statement at once, so shapes are known and statements that torch
+refuses are left out. The templates are in `templates.py`.
 """
 
 import random
@@ -21,11 +21,11 @@ LARGEST = 1e3
 
 
 def generate(seed: int, draws: bool | None = None) -> Program:
-  """Make the program of a seed.
+  """Return the program of a seed.
 
   Args:
-    seed: a number.
-    draws: with random numbers; by default in one program of eight.
+    seed: seed of the choices.
+    draws: True for random operators; by default in one program of eight.
   """
   rng = random.Random(seed)
   draws = rng.random() < 1 / 8 if draws is None else draws
@@ -39,7 +39,7 @@ def generate(seed: int, draws: bool | None = None) -> Program:
 
 
 class _Maker:
-  """A program in the making, and its variables on CPU torch."""
+  """Builder of a program, with the program's variables on CPU torch."""
 
   def __init__(self, rng: random.Random, names: list[str], draws: bool):
     self.rng, self.names, self.draws = rng, names, draws
@@ -48,7 +48,7 @@ class _Maker:
     self.next = 0
 
   def add_statement(self, tries: int = 30) -> None:
-    """Add one that CPU torch runs."""
+    """Add a statement that CPU torch runs."""
     for _ in range(tries):
       statement = self._statement()
       if statement is None:
@@ -59,7 +59,7 @@ class _Maker:
       self.variables = self._rerun()
 
   def program(self) -> Program:
-    """The program, which returns some of the variables."""
+    """Return the program, with some of the variables as its results."""
     tensors = [n for n in self._tensors() if n not in self.names]
     tensors = tensors[-5:] or self.names
     results = self.rng.sample(tensors, min(len(tensors), self.rng.randint(1, 3)))
@@ -102,7 +102,7 @@ class _Maker:
 
 
 def _is_moderate(tensor: torch.Tensor) -> bool:
-  """True for a tensor whose size and numbers stay small enough to compare."""
+  """Return True if the size and the numbers of a tensor are small enough to compare."""
   if tensor.numel() > MOST_ELEMENTS or tensor.dim() > MOST_DIMS:
     return False
   tensor = tensor.detach()

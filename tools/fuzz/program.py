@@ -1,10 +1,10 @@
-"""A program: inputs, statements as text and results. Prints as a script of its own."""
+"""Program: inputs, statements as text and results. It can be printed as a script."""
 
 import dataclasses
 import re
 
-# Name -> (CPU tensor, it requires grad). Few shapes and sixteenths keep results exact
-# and compiled operations shared.
+# Name -> (CPU tensor, requires grad). Multiples of a sixteenth keep results exact, and
+# a small number of shapes lets programs share compiled operations.
 INPUTS = {
   "x": ("(torch.arange(12.0).reshape(4, 3) * 5 % 12 - 5) / 4", True),
   "y": ("(torch.arange(16.0).reshape(4, 4) * 7 % 16 - 8) / 8", True),
@@ -39,10 +39,10 @@ _NAMES = re.compile(r"(?<![\w.])[a-z]\w*")
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-  """A program of torch on named inputs.
+  """Torch program on named inputs.
 
   Attributes:
-    statements: source of one or more lines each.
+    statements: sources of one or more lines each.
     results: names of the variables that it returns.
   """
 
@@ -51,7 +51,7 @@ class Program:
 
   @property
   def inputs(self) -> tuple[str, ...]:
-    """The inputs that are used, in the order of `INPUTS`."""
+    """Names of the inputs that are used, in the order of `INPUTS`."""
     used = set(_NAMES.findall("\n".join((*self.statements, *self.results))))
     return tuple(name for name in INPUTS if name in used)
 
@@ -62,22 +62,22 @@ class Program:
 
   @property
   def lines(self) -> int:
-    """The number of lines of its statements."""
+    """Number of lines of its statements."""
     return sum(statement.count("\n") + 1 for statement in self.statements)
 
   @property
   def source(self) -> str:
-    """The function `program`."""
+    """Source of the function `program`."""
     body = "\n".join(self.statements).replace("\n", "\n  ")
     head = f"def program({', '.join(self.inputs)}):\n"
     return f"{head}  {body}\n  return {', '.join(self.results)},\n"
 
   def script(self, run: str, device: str) -> str:
-    """A script that runs the program.
+    """Return a script that runs the program.
 
     Args:
-      run: source of the function to call, made of `program`.
-      device: of the inputs.
+      run: source of the function to call, in terms of `program`.
+      device: device of the inputs.
     """
     inputs = [
       f'  ({INPUTS[name][0]}).to("{device}"){".requires_grad_()" * INPUTS[name][1]},\n'

@@ -1,4 +1,4 @@
-"""Shrinks a program that fails to the fewest lines that still fail."""
+"""Shrinking of a program that fails to the fewest lines that still fail."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -10,8 +10,8 @@ def shrink(program: Program, fails: Callable[[Program], bool]) -> Program:
   """Leave out statements, lines and results as long as the program fails.
 
   Args:
-    program: one that fails.
-    fails: True of a program that runs on CPU torch and fails in the same way.
+    program: program that fails.
+    fails: returns True for a program that runs on CPU torch and fails in the same way.
   """
   while True:
     smaller = next(filter(fails, _candidates(program)), None)
@@ -21,7 +21,7 @@ def shrink(program: Program, fails: Callable[[Program], bool]) -> Program:
 
 
 def _candidates(program: Program) -> Iterator[Program]:
-  """Smaller programs, those that leave out most first."""
+  """Yield smaller programs, the smallest first."""
   for left in _without_parts(program.statements):
     yield dataclasses.replace(program, statements=left)
   if len(program.results) > 1:
@@ -36,7 +36,7 @@ def _candidates(program: Program) -> Iterator[Program]:
 
 
 def _simpler(lines: list[str]) -> Iterator[str]:
-  """A block without one of its lines, or its body alone."""
+  """Yield a block without one of its lines, then its body alone."""
   if len(lines) > 1:
     for left in _without_parts(tuple(lines), most=1):
       yield "\n".join(left)

@@ -1,4 +1,4 @@
-"""Statements of random programs: functions that write one for a variable."""
+"""Templates of statements: functions that write a statement for a variable."""
 
 import dataclasses
 import random
@@ -9,13 +9,13 @@ import torch
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-  """What a statement is written from.
+  """Input of a template.
 
   Attributes:
     rng: source of choices.
-    tensors: the variables so far.
-    name: the variable to use.
-    other: a second one.
+    tensors: variables so far.
+    name: name of the variable to use.
+    other: name of a second variable.
     new: name of the variable to define.
   """
 
@@ -27,25 +27,25 @@ class Context:
 
   @property
   def tensor(self) -> torch.Tensor:
-    """The variable to use."""
+    """Tensor of the variable to use."""
     return self.tensors[self.name]
 
   def dim(self) -> int:
-    """A dimension of it, counted from either end."""
+    """Return a dim of the variable, counted from either end."""
     count = max(1, self.tensor.dim())
     return self.rng.randrange(-count, count)
 
   def like(self) -> str:
-    """A variable of the same shape, else a number."""
+    """Return the name of a variable of the same shape, or a number."""
     same = [n for n, t in self.tensors.items() if t.shape == self.tensor.shape]
     return self.rng.choice((*same, self.number()))
 
   def number(self) -> str:
-    """A number."""
+    """Return a number as text."""
     return self.rng.choice(("2", "-1", "0.5", "-1.5", "3", "0"))
 
   def shape(self) -> str:
-    """Another shape of the same number of elements."""
+    """Return another shape with the same number of elements."""
     count = self.tensor.numel()
     sizes = [d for d in (1, 2, 3, 4, 6) if count % d == 0]
     first = self.rng.choice(sizes or [1])
@@ -53,10 +53,10 @@ class Context:
 
 
 def _of(*rows: str) -> Callable[[Context], str]:
-  """One of the rows, with the names of `Context` filled in.
+  """Return a template that chooses a row and fills in the names of a `Context`.
 
-  `{v}` is the variable, `{w}` another, `{l}` one of its shape, `{n}` a number, `{d}`
-  and `{e}` dimensions, `{shape}` another shape.
+  `{v}` is the variable, `{w}` another one, `{l}` one of its shape, `{n}` a number,
+  `{d}` and `{e}` dims, `{shape}` another shape.
   """
 
   def write(context: Context) -> str:
@@ -251,7 +251,8 @@ _ANYWHERE = _of(
   ),
 )
 
-# Of tensors that show an element several times: the order of the writes is torch's own.
+# Writes to part of a tensor in which elements share memory. A write to all of it would
+# depend on torch's order of the writes.
 _IN_PART = ("{v}[..., 0].mul_({n})", "{v}[..., -1].add_(1)", "{v}[{a}].add_(1)")
 
 
@@ -275,7 +276,7 @@ def _shares_memory(context: Context) -> bool:
 def _in_place(context: Context) -> str | None:
   if not _overlaps(context.tensor):
     statement = _ANYWHERE(context)
-    # torch runs it for truth values of no dimension only.
+    # torch runs cumsum_ of bool only for tensors without dims.
     is_odd = "cumsum_" in statement and context.tensor.dtype is torch.bool
     return None if is_odd else statement
   if context.tensor.dim() and not _overlaps(context.tensor[..., 0]):
@@ -357,14 +358,14 @@ def _hook(context: Context) -> str | None:
   if not context.tensor.requires_grad:
     return None
   body = context.rng.choice(("g * 2", "g.clone().mul_(2)", "g + 1", "None"))
-  # A copy: torch crashes on hooks of some views.
+  # The product is a copy: torch crashes on hooks of some views.
   return (
     f"{context.new} = {context.name} * 1\n{context.new}.register_hook(lambda g: {body})"
   )
 
 
 def _on_local(context: Context) -> Context:
-  """A context in which the variable alone is known, by the name `a`."""
+  """Return a context with the variable alone, under the name `a`."""
   return Context(context.rng, {"a": context.tensor}, "a", "a", "b")
 
 
@@ -372,7 +373,7 @@ def _nested(context: Context) -> str | None:
   local = _on_local(context)
   body = context.rng.choice((_in_place, _in_place, _new(_VIEW), _new(_COPY)))(local)
   result = context.rng.choice(("a", _VIEW(local), _COPY(local)))
-  if "as_strided" in body + result:  # of an argument it sees the elements alone
+  if "as_strided" in body + result:  # the argument of `jit` has no storage beyond it
     return None
   return (
     f"def f(a):\n  {body}\n  return ({result}) * 2\n"
@@ -393,7 +394,7 @@ def _vmap(context: Context) -> str | None:
     context.rng, {"a": torch.zeros(context.tensor.shape[1:])}, "a", "a", "b"
   )
   body = _pure(row)
-  # There Dynamo captures no lists as indices, and torch wants 64 bits of an index.
+  # In vmap, Dynamo captures no lists as indices, and torch requires 64-bit indices.
   if "[[" in body or ", [" in body or "argsort" in body:
     return None
   return f"{context.new} = torch.vmap(lambda a: {body})({context.name})"
@@ -428,6 +429,6 @@ _DRAWING = ((_new(_DRAW), 20), (_DRAW_IN_PLACE, 12))
 
 
 def choose(rng: random.Random, draws: bool) -> Callable[[Context], str | None]:
-  """A template; None in place of a statement means that it does not fit."""
+  """Return a template, which returns None if it does not fit the variable."""
   rows = _WEIGHTS + _DRAWING * draws
   return rng.choices([row for row, _ in rows], [weight for _, weight in rows])[0]

@@ -1,4 +1,4 @@
-"""The ways to run a program, and what is observed of a run."""
+"""Ways to run a program, and the observations of a run."""
 
 import dataclasses
 import traceback
@@ -19,13 +19,13 @@ SEED = 1
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-  """One way to run a function.
+  """Way to run a function.
 
   Attributes:
-    device: of the inputs.
-    wrap: makes the function that is called of the one that was written.
-    source: the same as text, for scripts.
-    nests: `jit` inside of the program compiles.
+    device: device of the inputs.
+    wrap: function that converts the program to the function to call.
+    source: `wrap(program)` as text, for scripts.
+    nests: True if `jit` inside of the program compiles.
   """
 
   device: str
@@ -62,13 +62,13 @@ _WAYS_OUT = ("docs/errors.md#", "the shape of the result depends on the values")
 
 @dataclasses.dataclass
 class Outcome:
-  """What a run has shown.
+  """Observations of a run.
 
   Attributes:
-    values: by what they are: results, inputs after the call, gradients, who sees whose
-      writes.
-    error: that it raised, if it did.
-    stage: what was done when it raised.
+    values: name -> results, inputs after the call, gradients, and the tensors that see
+      writes to a tensor.
+    error: error that was raised, or None.
+    stage: stage of the run in which it was raised.
   """
 
   values: dict = dataclasses.field(default_factory=dict)
@@ -77,7 +77,7 @@ class Outcome:
 
   @property
   def is_refusal(self) -> bool:
-    """True if it raised an error of ours that names a way out."""
+    """True if the error is one of ours that names a remedy."""
     error: BaseException | None = self.error
     while error is not None:
       if isinstance(error, Documented) or any(t in str(error) for t in _WAYS_OUT):
@@ -87,7 +87,7 @@ class Outcome:
 
   @property
   def trace(self) -> str:
-    """The traceback of the error."""
+    """Traceback of the error."""
     return "".join(traceback.format_exception(self.error))
 
 
@@ -100,7 +100,7 @@ def _scan_of_torch(function, carry, xs):
 
 
 def namespace(way: str) -> dict:
-  """The names that a program may use, besides its inputs."""
+  """Return the names that a program may use in addition to its inputs."""
   nests = WAYS[way].nests
   return {
     "torch": torch,
@@ -112,7 +112,7 @@ def namespace(way: str) -> dict:
 
 
 def inputs_of(names: Sequence[str], device: str) -> list[torch.Tensor]:
-  """Fresh inputs on a device."""
+  """Return new inputs on a device."""
   made = []
   for name in names:
     source, trained = INPUTS[name]
@@ -162,14 +162,17 @@ def _observe(outcome, program, inputs, results, device) -> None:
 
 
 def _is_recorded(tensor: torch.Tensor) -> bool:
-  """True if `backward` can start here; a view made under `no_grad` has no graph."""
+  """Return True if autograd records the tensor.
+
+  `requires_grad` is not enough: it is also true for views without a gradient.
+  """
   if tensor.grad_fn is not None:
     return True
   return tensor.requires_grad and not tensor._is_view()
 
 
 def _weighted(result: torch.Tensor) -> torch.Tensor:
-  """A scalar that depends on each element of a result in its own way."""
+  """Return a weighted sum of a result, whose weights differ between elements."""
   flat = result.reshape(-1)
   flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat.float()
   weights = (torch.arange(flat.numel()) % 5 - 1.75).to(result.device)
@@ -177,7 +180,7 @@ def _weighted(result: torch.Tensor) -> torch.Tensor:
 
 
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:
-  """A copy on the CPU; 64-bit numbers in the 32 bits that jax has for them."""
+  """Return a copy on the CPU, with 64-bit numbers narrowed to 32 bits as on jax."""
   copied = tensor.detach().cpu().resolve_conj().clone()
   narrow = {
     torch.int64: torch.int32, torch.float64: torch.float32,
@@ -187,7 +190,7 @@ def _numbers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _seen(tensor: torch.Tensor, tensors: dict) -> frozenset | None:
-  """Names of the tensors that change with this one; None if it cannot be written."""
+  """Write to a tensor; return the names of tensors that change, None if refused."""
   before = {name: _numbers(other) for name, other in tensors.items()}
   try:
     with torch.no_grad():

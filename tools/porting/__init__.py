@@ -1,1 +1,1 @@
-"""Carries changes of upstream over; `tools/port_upstream.py` is what people run."""
+"""Parts of `tools/port_upstream.py`, which carries changes of upstream over."""

@@ -1,4 +1,4 @@
-"""What becomes of a change, part by part: the four verdicts."""
+"""Carrying of a change, part by part, with one of four verdicts for each."""
 
 import ast
 import dataclasses
@@ -20,14 +20,14 @@ CARRIED, THERE, MEANINGLESS, BY_HAND = (
 
 @dataclasses.dataclass
 class Item:
-  """The verdict on one part.
+  """Verdict on one part.
 
   Attributes:
     verdict: one of the four.
-    what: a function, a row or a file.
-    place: in upstream's files, with a line.
-    reason: why.
-    here: the place in this project.
+    what: function, row or file.
+    place: upstream's file and line.
+    reason: reason of the verdict.
+    here: file, and maybe line, in this project.
   """
 
   verdict: str
@@ -41,7 +41,7 @@ class Item:
     return f"{self.verdict}: {self.place} {self.what}: {self.reason}{here}"
 
 
-# Upstream's operator files, and where what is new in them goes.
+# Upstream's operator file -> file here for its new functions.
 PORTED = {
   "torchax/ops/jaten.py": "torchax/ops/jaten/ported.py",
   "torchax/ops/jtorch.py": "torchax/functions/ported.py",
@@ -56,7 +56,7 @@ _HEADERS = {
     "\nfrom torchax.ops.jtorch import register_function\n"
   ),
 }
-# Small modules of functions, which are the same files here.
+# Small modules of functions that have the same path here.
 _SHARED = ("torchax/ops/jimage.py", "torchax/ops/jax_reimplement.py")
 _HELPS = "it comes with what uses it"
 _DECORATORS = ("op", "register_function")
@@ -64,17 +64,17 @@ _ROW = re.compile(r"(torch\.ops\.[\w.]+)\s*:\s*(?:\w+\.)?(InplaceOp|OutVariant)\
 
 
 class Carrier:
-  """Carries changes into a tree.
+  """Carrier of changes into a tree.
 
   Args:
-    tree: of this project.
+    tree: tree of this project.
   """
 
   def __init__(self, tree: Tree):
     self.tree = tree
 
   def carry(self, change: Change) -> list[Item]:
-    """The verdicts; what is carried is in the tree then.
+    """Carry a change into the tree; return the verdicts.
 
     Raises:
       PortError: the change cannot be read, or names what torch does not have.
@@ -131,7 +131,7 @@ class Carrier:
       before = old.definitions.get(one.name) or moved.get(one.body())
       where = f"{file.path}:{one.first}"
       if one.name in _DECORATORS or (not one.is_function and _ROW.search(one.text)):
-        continue  # its rows have items of their own
+        continue  # `_rows` has made items for it
       try:
         items.append(
           self._definition(one, before, new, target, where, one.name in used)
@@ -199,7 +199,7 @@ class Carrier:
     where: str,
     is_helper: bool,
   ) -> Item:
-    """Carries a function or a constant that is new or has changed."""
+    """Carry a function or a constant that is new or has changed."""
     ours = self.tree.find(before.name if before else one.name)
     ours = ours or self.tree.find(one.name)
     registered = [written for _, written in one.registered()]
@@ -241,7 +241,7 @@ class Carrier:
     return Item(CARRIED, one.name, where, "as it is", target)
 
   def _registered_more(self, name: str, ours, added, where) -> Item:
-    """A function that serves more operations than before."""
+    """Carry a function that upstream has registered for more operations."""
     here = f"{ours[0][0]}:{ours[0][1].first}" if ours else ""
     for written in added:
       operation(written)
@@ -256,7 +256,7 @@ class Carrier:
     return Item(CARRIED, name, where, f"registered for {', '.join(missing)}", here)
 
   def _decorators(self, path: str, operations: list[str]) -> list[str]:
-    """Registrations in the way of a theme, which may name `aten` alone."""
+    """Return decorators in a theme's style, which may import `aten` but not torch."""
     has_torch = "torch" in self.tree.source(path).imports
     names = [one if has_torch else one.removeprefix("torch.ops.") for one in operations]
     return [f"@op({name})" for name in names]
@@ -298,10 +298,10 @@ class Carrier:
     self.tree.written[target] = "\n\n\n".join(parts) + "\n"
     Source(self.tree.written[target], target)
 
-  # Parts that a patch does not show whole -------------------------------------------
+  # Functions that a patch shows in part ---------------------------------------------
 
   def _partial(self, part: Partial, file: FileChange, target: str) -> Item:
-    """A change inside a function; it goes in where ours has the same lines."""
+    """Carry a change inside a function if ours has the same lines."""
     where = f"{file.path}:{part.line}"
     name = part.name or "a part without a name"
     ours = self.tree.find(part.name) if part.name else []
@@ -330,7 +330,7 @@ class Carrier:
   # Other modules --------------------------------------------------------------------
 
   def _core(self, file: FileChange) -> list[Item]:
-    """A module that is no operator file: it goes in where ours has the same lines."""
+    """Carry a change of another module if ours has the same lines."""
     path = file.path
     added = [line for line in file.added_lines().splitlines() if line.strip()]
     if added and all(re.match(r"\s*(#|(__version__|VERSION)\s*=)", s) for s in added):
@@ -360,7 +360,7 @@ class Carrier:
 
 
 def _without_decorators(one: Definition) -> str:
-  """A function from its `def` on."""
+  """Return the lines of a function from its `def` on."""
   assert isinstance(one.node, ast.FunctionDef)
   lines = one.text.splitlines()
   start = next(i for i, line in enumerate(lines) if re.match(r"(async )?def ", line))

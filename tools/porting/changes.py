@@ -1,7 +1,7 @@
-"""What a change of upstream's consists of: patches, commits and ranges, read whole.
+"""Changes of upstream: patches, commits and ranges.
 
-Both layouts of upstream's are known: the package at the root of its repository, and
-before that in a folder of a larger one. Paths here are those of the first.
+Upstream's package is at the root of its repository, and was once in a folder of a
+larger one. Both layouts are read; paths here have the present layout.
 """
 
 import dataclasses
@@ -11,17 +11,17 @@ import subprocess
 
 
 class PortError(Exception):
-  """The input cannot be carried over; nothing has been written."""
+  """Error of input that cannot be carried over; nothing has been written."""
 
 
 @dataclasses.dataclass
 class Hunk:
-  """A place of a file that changes.
+  """Hunk of a patch.
 
   Attributes:
     start: its first line in the new file, counted from 1.
-    section: what git says it is in, such as `def _aten_add(x, y):`.
-    lines: with their first character: " ", "-" or "+".
+    section: git's heading, such as `def _aten_add(x, y):`.
+    lines: lines with their first character: " ", "-" or "+".
   """
 
   start: int
@@ -29,18 +29,18 @@ class Hunk:
   lines: list[str]
 
   def side(self, sign: str) -> list[str]:
-    """The lines before ("-") or after ("+") the change."""
+    """Return the lines before ("-") or after ("+") the change."""
     return [line[1:] for line in self.lines if line[0] in (" ", sign)]
 
 
 @dataclasses.dataclass
 class FileChange:
-  """A file of a change.
+  """Changed file.
 
   Attributes:
-    path: in the present layout, after the change; before it, where it is deleted.
-    old, new: the whole text before and after, None where it is not known.
-    hunks: what changes.
+    path: path after the change in the present layout; of a deleted file, before it.
+    old, new: whole text before and after, or None if it is not known.
+    hunks: hunks of the change.
     kind: "changed", "added", "deleted", "renamed" or "binary".
   """
 
@@ -51,7 +51,7 @@ class FileChange:
   new: str | None = None
 
   def added_lines(self) -> str:
-    """The new lines, joined."""
+    """Return the added lines, joined."""
     return "\n".join(
       line[1:] for hunk in self.hunks for line in hunk.lines if line[0] == "+"
     )
@@ -59,12 +59,12 @@ class FileChange:
 
 @dataclasses.dataclass
 class Change:
-  """A commit, or a patch file.
+  """Commit or patch file.
 
   Attributes:
-    name: the commit's hash in short, or the name of the file.
-    subject: its first line.
-    files: what it changes.
+    name: short hash of the commit, or name of the file.
+    subject: first line of the message.
+    files: changed files.
   """
 
   name: str
@@ -72,7 +72,7 @@ class Change:
   files: list[FileChange]
 
 
-# The package and its tests, below a folder of a larger repository or not.
+# The package and its tests, maybe below a folder of a larger repository.
 _LAYOUT = re.compile(
   r"^(?:(?:[\w.-]+/)*?(?=(?:torchax|torch_xla2)/(?:torchax|torch_xla2)/)"
   r"(?:torchax|torch_xla2)/)?(?P<package>torchax|torch_xla2)/(?P<rest>.+)$"
@@ -84,10 +84,10 @@ _OF_REPOSITORY = re.compile(
 
 
 def present_path(path: str) -> str:
-  """A path of either layout in the present one.
+  """Convert a path of either layout to the present one.
 
   Raises:
-    PortError: it is Python of neither.
+    PortError: it is a Python file of neither layout.
   """
   match = _LAYOUT.match(path)
   if match and not match["rest"].startswith(("test/", "docs/", "examples/")):
@@ -109,10 +109,10 @@ _HUNK = re.compile(r"^@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@ ?(.*)$")
 
 
 def read_patch(text: str, name: str) -> Change:
-  """A patch as git writes it, with or without the mail around it.
+  """Read a patch in git's format, with or without a mail header.
 
   Raises:
-    PortError: there is no change in it, or one that is cut off.
+    PortError: it has no change, or one that is cut off.
   """
   lines = text.splitlines()
   subject = next((s[9:] for s in lines if s.startswith("Subject: ")), "")
@@ -183,20 +183,20 @@ def _read_hunk(lines: list[str], place: int, where: str) -> tuple[int, Hunk]:
 
 
 class Checkout:
-  """A clone of upstream's repository, of either layout.
+  """Clone of upstream's repository, in either layout.
 
   Args:
-    path: of its root.
+    path: root of the clone.
 
   Raises:
-    PortError: it is no such clone.
+    PortError: there is no clone of upstream at the path.
   """
 
   def __init__(self, path: pathlib.Path):
     self.path = path
     if not path.is_dir() or not (path / ".git").exists():
       raise PortError(f"{path} is no git checkout. Clone upstream's repository there.")
-    # Packages of both layouts; this project's has a folder where upstream has a file.
+    # `jaten` is a file upstream and a folder in this project.
     names = self._git("ls-tree", "-r", "--name-only", "HEAD").splitlines()
     files = set()
     for name in names:
@@ -222,7 +222,7 @@ class Checkout:
     return done.stdout
 
   def commits(self, wanted: str) -> list[str]:
-    """The commits of a name or a range, oldest first, merges left out.
+    """Return the commits of a name or a range, oldest first, without merges.
 
     Raises:
       PortError: there is no such commit, or none in the range.
@@ -248,7 +248,7 @@ class Checkout:
     return found
 
   def change(self, commit: str) -> Change:
-    """A commit with the whole text of its Python files before and after."""
+    """Return a commit with the text of its Python files before and after."""
     shown = self._git("show", "--format=", "--patch", "-M", commit)
     subject = self._git("show", "--no-patch", "--format=%s", commit).strip()
     short = self._git("rev-parse", "--short=10", commit).strip()

@@ -1,4 +1,4 @@
-"""The names that a carried function needs: imports, helpers, constants."""
+"""Names that a carried function needs: imports, helpers, constants."""
 
 import importlib
 
@@ -8,10 +8,10 @@ from tools.porting.tree import Tree
 
 
 class Missing(PortError):
-  """A function needs a name that is not known here."""
+  """Error of a function that needs a name that is not known here."""
 
 
-# What operator files import, for patches that do not show it.
+# Usual imports of operator files, for patches that do not show them.
 USUAL = {
   "collections": "import collections",
   "functools": "import functools",
@@ -42,16 +42,16 @@ _DECORATORS = ("op", "register_function")
 def complete(
   tree: Tree, one: Definition, new: Source, target: str
 ) -> tuple[list[str], list[Definition]]:
-  """The imports and the helpers that a definition needs in a file.
+  """Return the imports and the helpers that a definition needs in a file.
 
   Args:
-    tree: of this project.
-    one: what goes into the file.
-    new: upstream's file, which has it.
-    target: the file here.
+    tree: tree of this project.
+    one: definition that goes into the file.
+    new: upstream's file with the definition.
+    target: path of the file here.
 
   Raises:
-    Missing: a name that nothing defines.
+    Missing: a name has no definition.
   """
   there = tree.source(target)
   imports: dict[str, str] = {}
@@ -68,7 +68,7 @@ def complete(
         imports[name] = _importable(new.imports[name])
       elif name in new.definitions:
         helper = new.definitions[name]
-        # Of a lowering, ours: another one would take its place.
+        # Import our lowering: a copy of upstream's would replace it.
         same = [
           path
           for path, mine in tree.find(name)
@@ -90,12 +90,12 @@ def complete(
           f"it needs {name}, which the patch does not show; name the commit and "
           "--upstream, which has it"
         )
-  # A helper stands before what uses it.
+  # A helper precedes the function that uses it.
   return sorted(imports.values()), list(reversed(helpers.values()))
 
 
 def _require_same(name: str, new: Source, there: Source, target: str) -> None:
-  """Raises `Missing` where a name of an import means another thing here."""
+  """Raise `Missing` if an imported name means something else here."""
   theirs, ours = new.imports.get(name), there.imports.get(name)
   if (
     theirs and ours and theirs != ours and name not in USUAL and name not in _DECORATORS
@@ -104,10 +104,10 @@ def _require_same(name: str, new: Source, there: Source, target: str) -> None:
 
 
 def _importable(statement: str) -> str:
-  """A statement, if what it imports is here.
+  """Return an import statement if it works here.
 
   Raises:
-    Missing: it is not.
+    Missing: the import fails.
   """
   module = statement.split()[1]
   try:

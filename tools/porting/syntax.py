@@ -1,4 +1,4 @@
-"""Functions, tables and imports of a file, by its syntax tree."""
+"""Functions, tables and imports of a file, found in its syntax tree."""
 
 import ast
 import builtins
@@ -10,13 +10,13 @@ from tools.porting.changes import FileChange, Hunk, PortError
 
 @dataclasses.dataclass
 class Definition:
-  """A function, class or assignment at the top of a file.
+  """Function, class or assignment at the top level of a file.
 
   Attributes:
-    name: its name.
-    node: its syntax tree.
-    text: its lines, with decorators and the comments right above.
-    first, last: its lines in the file, counted from 1, `last` included.
+    name: name that it defines.
+    node: syntax tree.
+    text: lines, with decorators and the comments directly above.
+    first, last: first and last line in the file, counted from 1.
   """
 
   name: str
@@ -27,11 +27,11 @@ class Definition:
 
   @property
   def is_function(self) -> bool:
-    """Whether it can be called with arguments of an operation."""
+    """True if the definition is a function."""
     return isinstance(self.node, ast.FunctionDef)
 
   def registered(self) -> list[tuple[str, str]]:
-    """(decorator, operation) of what it is registered for, as written."""
+    """Return (decorator, operation) of each registration, as written."""
     if not isinstance(self.node, ast.FunctionDef):
       return []
     return [
@@ -43,7 +43,7 @@ class Definition:
     ]
 
   def options(self) -> dict[str, str]:
-    """The keywords of its registrations."""
+    """Return the keywords of its registrations."""
     return {
       keyword.arg: ast.unparse(keyword.value)
       for call in getattr(self.node, "decorator_list", ())
@@ -53,18 +53,18 @@ class Definition:
     }
 
   def meaning(self) -> str:
-    """What is compared: the tree without docstrings and annotations."""
+    """Return the tree without docstrings and annotations, for comparisons."""
     return ast.dump(_Bare().visit(ast.parse(ast.unparse(self.node))))
 
   def body(self) -> str:
-    """`meaning` without decorators: what it does, wherever it is registered."""
+    """Return `meaning` without decorators, which is independent of registrations."""
     node = ast.parse(ast.unparse(self.node)).body[0]
     if isinstance(node, ast.FunctionDef):
       node.decorator_list = []
     return ast.dump(_Bare().visit(node))
 
   def names(self) -> set[str]:
-    """The names that it uses and does not bind itself."""
+    """Return the names that it uses and does not bind itself."""
     return free_names(self.node)
 
 
@@ -82,7 +82,7 @@ class _Bare(ast.NodeTransformer):
 
 
 def free_names(node: ast.AST) -> set[str]:
-  """The names that a tree reads and does not bind."""
+  """Return the names that a tree reads and does not bind."""
   read, bound = set(), set()
   for part in ast.walk(node):
     if isinstance(part, ast.Name):
@@ -97,14 +97,14 @@ def free_names(node: ast.AST) -> set[str]:
 
 
 class Source:
-  """A file of Python.
+  """Python file.
 
   Args:
-    text: of the file, or the parts that a patch shows.
-    where: how errors name it.
+    text: text of the file, or the parts that a patch shows.
+    where: name of the file in errors.
 
   Raises:
-    PortError: it does not parse.
+    PortError: the text does not parse.
   """
 
   def __init__(self, text: str, where: str):
@@ -146,13 +146,13 @@ class Source:
       self.definitions[name] = Definition(name, node, text, start, end)
 
   def replaced(self, definition: Definition, text: str) -> str:
-    """The file with other lines for a definition."""
+    """Return the file with the lines of a definition replaced."""
     lines = list(self._lines)
     lines[definition.first - 1 : definition.last] = text.splitlines()
     return "\n".join(lines) + "\n"
 
   def with_imports(self, statements: list[str]) -> str:
-    """The file with more imports, after its last one."""
+    """Return the file with more imports after its last one."""
     if not statements:
       return self.text
     tree = ast.parse(self.text)
@@ -178,7 +178,7 @@ def _defined(node: ast.stmt) -> list[str]:
 
 @dataclasses.dataclass
 class Partial:
-  """A change inside something that a patch does not show as a whole."""
+  """Change inside a definition that a patch shows in part."""
 
   name: str
   line: int
@@ -186,7 +186,7 @@ class Partial:
 
 
 def sides(file: FileChange) -> tuple[Source, Source, list[Partial]]:
-  """A file before and after, and what of its change is seen in part only."""
+  """Return a file before and after, and the changes that a patch shows in part."""
   if file.new is not None or file.old is not None:
     old = Source(file.old or "", f"{file.path} (before)")
     return old, Source(file.new or "", file.path), []
@@ -204,9 +204,9 @@ _CLOSING = re.compile(r"^[\])}]")
 
 
 def _blocks(hunk: Hunk, sign: str) -> list[list[int]]:
-  """One side of a hunk in statements of the file's top, as places among its lines.
+  """Split one side of a hunk into top-level statements, as indices of its lines.
 
-  The first block is what belongs to a statement above the hunk, maybe nothing.
+  The first block, which may be empty, belongs to a statement above the hunk.
   """
   blocks: list[list[int]] = [[]]
   in_header = False
@@ -215,7 +215,7 @@ def _blocks(hunk: Hunk, sign: str) -> list[list[int]]:
       continue
     text = line[1:]
     starts = bool(text) and not text[0].isspace() and not _CLOSING.match(text)
-    # A decorator, and a comment above, belong to what follows.
+    # A decorator or a comment belongs to the statement below it.
     if starts and not in_header:
       blocks.append([])
     if starts:
@@ -225,19 +225,19 @@ def _blocks(hunk: Hunk, sign: str) -> list[list[int]]:
 
 
 def _ends(hunk: Hunk) -> bool:
-  """Whether the last statement of a hunk is shown to its end."""
+  """Return True if a hunk shows the end of its last statement."""
   changes = [place for place, line in enumerate(hunk.lines) if line[0] != " "]
   after = hunk.lines[changes[-1] + 1 :]
   if len(after) < 3 or not "".join(line[1:] for line in after[-2:]).strip():
-    return True  # the file ends, or two blank lines do
-  # `git show --function-context`: it starts where the function does.
+    return True  # at the end of the file, or before two blank lines
+  # With `git show --function-context`, a hunk starts with its function.
   first = hunk.lines[0][1:]
   starts = bool(first) and not first[0].isspace() and not _CLOSING.match(first)
   return starts and len(after) != 3 and len(after) != changes[0]
 
 
 def _without_cut(hunk: Hunk, sign: str, is_new: bool) -> tuple[list, list, list]:
-  """(cut off above, whole, cut off below) of the blocks of a side."""
+  """Return the blocks of a side: (cut off above, whole, cut off below)."""
   above, *blocks = _blocks(hunk, sign)
   if blocks and not is_new and not _ends(hunk):
     first = hunk.lines[blocks[-1][0]][1:]
@@ -246,7 +246,7 @@ def _without_cut(hunk: Hunk, sign: str, is_new: bool) -> tuple[list, list, list]
   return above, blocks, []
 
 
-# What goes on below its line. Any other statement is over when its brackets are closed.
+# Statements that continue below their line. Others end with their closing bracket.
 _OPENING = (
   "def ",
   "async ",
@@ -262,7 +262,7 @@ _OPENING = (
 
 
 def _whole(hunk: Hunk, sign: str, is_new: bool) -> list[str]:
-  """The statements of a side that a hunk shows whole."""
+  """Return the statements of a side that a hunk shows whole."""
   return [
     "\n".join(hunk.lines[place][1:] for place in block)
     for block in _without_cut(hunk, sign, is_new)[1]
@@ -270,7 +270,7 @@ def _whole(hunk: Hunk, sign: str, is_new: bool) -> list[str]:
 
 
 def _cut(hunk: Hunk, is_new: bool) -> list[Partial]:
-  """What changes in statements that a hunk shows in part only."""
+  """Return the changes in statements that a hunk shows in part."""
   old, new = (_without_cut(hunk, sign, is_new) for sign in "-+")
   found = []
   for places in ({*old[0], *new[0]}, {*old[2], *new[2]}):

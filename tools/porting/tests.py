@@ -1,4 +1,4 @@
-"""Tests of upstream's, carried to the file here that mirrors theirs."""
+"""Carrying of upstream's tests to the files here that mirror theirs."""
 
 import ast
 import re
@@ -13,14 +13,14 @@ _DOCSTRING = '"""Tests that were carried over from upstream."""\n'
 
 
 def mirrored(tree: Tree, path: str) -> str:
-  """The file here for a file of upstream's tests: of its name, else in `ported`."""
+  """Return the file here for a test file of upstream: of its name, else in `ported`."""
   name = path.rpartition("/")[2]
   found = [one for one in tree.paths("test") if one.rpartition("/")[2] == name]
   return found[0] if len(found) == 1 else f"test/suites/ported/{name}"
 
 
 def carry(tree: Tree, file: FileChange) -> list[tuple]:
-  """Rows of (verdict, what, place, reason, here)."""
+  """Carry the tests of a file; return rows of (verdict, what, place, reason, here)."""
   target = mirrored(tree, file.path)
   if file.kind == "deleted":
     return [("meaningless", file.path, file.path, "what upstream drops may stay here")]
@@ -49,7 +49,7 @@ def carry(tree: Tree, file: FileChange) -> list[tuple]:
 
 
 def _put(tree: Tree, one: Definition, new: Source, target: str) -> None:
-  """Adds a definition to a file, or replaces the one of its name."""
+  """Add a definition to a file, or replace the one of its name."""
   imports, helpers = complete(tree, one, new, target)
   tree.written.setdefault(target, tree.read(target) or _DOCSTRING)
   source = tree.source(target)
@@ -64,7 +64,7 @@ def _put(tree: Tree, one: Definition, new: Source, target: str) -> None:
 
 
 def _methods(one: Definition) -> dict[str, str]:
-  """The text of each method, with its decorators."""
+  """Return the text of each method, with its decorators."""
   assert isinstance(one.node, ast.ClassDef)
   lines = one.text.splitlines()
   shift = one.first
@@ -79,7 +79,7 @@ def _methods(one: Definition) -> dict[str, str]:
 
 
 def _class(tree, one, before, new, target, path) -> list[tuple]:
-  """The tests of a class that are new or have changed, with what is no test of it."""
+  """Carry the new and changed tests of a class, with its changed helper methods."""
   theirs = _methods(one)
   known = _methods(before) if before is not None else {}
   changed = [n for n, text in theirs.items() if known.get(n) != text]
@@ -119,12 +119,12 @@ def _into_class(tree, ours, methods: dict[str, str], new, target, where) -> list
   ]
 
 
-# What every `unittest.TestCase` has.
+# Attributes of `self` other than those of every `unittest.TestCase`.
 _GIVEN = re.compile(r"self\.(?!assert|fail|skipTest|subTest|id\b)(\w+)")
 
 
 def _methods_of_hunk(tree, hunk: Hunk, new, target, where) -> list[tuple]:
-  """New methods in a hunk that does not show their class."""
+  """Carry new methods in a hunk that does not show their class."""
   header = re.match(r"class (\w+)(\(.*\))?:?", hunk.section)
   text = textwrap.dedent("\n".join(s[1:] for s in hunk.lines if s[0] == "+"))
   if header is None or any(line[0] == "-" for line in hunk.lines):

@@ -1,4 +1,4 @@
-"""This project as changes go into it: in memory until everything is known."""
+"""Copy of this project in memory that changes are carried into."""
 
 import functools
 import os
@@ -19,10 +19,10 @@ from torchax.registry.schema import functional_form, schema_of
 
 
 class Tree:
-  """The files of this project, with what is to be written on top.
+  """Files of this project, with changes that are not written yet.
 
   Args:
-    root: of the project.
+    root: folder of the project.
   """
 
   def __init__(self, root: pathlib.Path):
@@ -30,18 +30,18 @@ class Tree:
     self.written: dict[str, str] = {}
 
   def read(self, path: str) -> str | None:
-    """A file's text, None where there is none."""
+    """Return a file's text, or None if there is no file."""
     if path in self.written:
       return self.written[path]
     file = self.root / path
     return file.read_text(encoding="utf-8") if file.is_file() else None
 
   def source(self, path: str) -> Source:
-    """A file of Python."""
+    """Return a parsed Python file; a missing file is empty."""
     return Source(self.read(path) or "", path)
 
   def paths(self, folder: str) -> list[str]:
-    """The Python files below a folder."""
+    """Return the paths of Python files below a folder."""
     found = {str(p.relative_to(self.root)) for p in (self.root / folder).rglob("*.py")}
     found |= {path for path in self.written if path.startswith(f"{folder}/")}
     return sorted(found)
@@ -49,7 +49,7 @@ class Tree:
   def find(
     self, name: str, folder: str = "torchax/ops"
   ) -> list[tuple[str, Definition]]:
-    """Where a name is defined at the top of a file."""
+    """Return the files that define a name at their top level, with the definitions."""
     found = []
     for path in self.paths(folder):
       if name in (text := self.read(path) or ""):
@@ -59,14 +59,14 @@ class Tree:
     return found
 
   def tidy(self, settings: pathlib.Path) -> None:
-    """Sorts imports, drops unused ones and formats, as `make format` does.
+    """Sort imports, drop unused ones and format, as `make format` does.
 
     Args:
-      settings: the project's `pyproject.toml`.
+      settings: path of the project's `pyproject.toml`.
     """
     ruff = shutil.which("ruff", path=str(pathlib.Path(sys.executable).parent))
     if ruff is None:
-      return  # `make lint` will say what is left
+      return  # `make lint` will report it
     given = ("--quiet", "--config", str(settings))
     for path, text in self.written.items():
       if not path.endswith(".py"):
@@ -84,7 +84,7 @@ class Tree:
       self.written[path] = text
 
   def copied_to(self, place: pathlib.Path) -> None:
-    """Writes the project to another folder, with the changes."""
+    """Write the project with the changes to another folder."""
     for name in ("torchax", "test", "tools", "pyproject.toml"):
       source = self.root / name
       if source.is_dir():
@@ -95,7 +95,7 @@ class Tree:
     self._write_to(place)
 
   def write(self) -> None:
-    """Writes the changes, all or none of them."""
+    """Write the changes, all or none of them."""
     before = {path: (self.root / path) for path in self.written}
     texts = {
       path: file.read_bytes() if file.exists() else None
@@ -118,7 +118,7 @@ class Tree:
 
 
 def run_tests(place: pathlib.Path, paths: list[str], limit: float) -> str:
-  """Runs test files of a copy of the project; "" or why they fail."""
+  """Run test files of a copy of the project; return "" or the reason of a failure."""
   command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
   command += ["-m", "not programs", *paths]
   try:
@@ -133,7 +133,7 @@ def run_tests(place: pathlib.Path, paths: list[str], limit: float) -> str:
     )
   except subprocess.TimeoutExpired:
     return f"the tests take longer than {limit:g} s"
-  if done.returncode in (0, 5):  # 5: all are of another mark
+  if done.returncode in (0, 5):  # 5: all tests have another mark
     return ""
   lines = [
     line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))
@@ -145,7 +145,7 @@ def run_tests(place: pathlib.Path, paths: list[str], limit: float) -> str:
 
 @functools.cache
 def operation(written: str):
-  """What `torch.ops.aten.add.Tensor` names.
+  """Return the operation with a name such as `torch.ops.aten.add.Tensor`.
 
   Raises:
     PortError: torch has no such operation or function.
@@ -166,7 +166,7 @@ def operation(written: str):
 
 
 def state_here(written: str) -> str:
-  """ "there", "derived" or "" for what this project has for an operation."""
+  """Return "there" or "derived" if an operation runs in this project, else ""."""
   found = operation(written)
   if found is None:
     return ""
@@ -186,7 +186,7 @@ def state_here(written: str) -> str:
 
 
 def _is_run(overload) -> bool:
-  """False for those of lists and numbers that TorchScript alone has."""
+  """Return False for overloads of lists and numbers, which only TorchScript has."""
   try:
     overload._can_decompose()
   except RuntimeError:

@@ -180,7 +180,7 @@ def test_no_checkout_at_all_is_refused(capsys):
   "rows, said",
   [
     ('[[expected]]\nrow = "a"\n', "has a row and a reason"),
-    (SPARSE + SPARSE, "stands there twice"),
+    (SPARSE + SPARSE, "is listed twice"),
     ("[[expected\n", "is no file of expectations"),
   ],
 )
