@@ -61,7 +61,7 @@ class Sample:
   hours: float
   memory: float
   arrays: int
-  program_limit: int
+  programs: int
   objects: int
 
 
@@ -73,7 +73,7 @@ def sample(start: float) -> Sample:
     hours=(time.monotonic() - start) / 3600,
     memory=pages * 4096 / 1e6,
     arrays=len(jax.live_arrays()),
-    program_limit=program_limit.count(),
+    programs=program_limit.count(),
     objects=len(gc.get_objects()),
   )
 
