@@ -33,7 +33,7 @@ class Library:
   laws: dict[str, bool] = dataclasses.field(default_factory=dict)
   reasons: list[str] = dataclasses.field(default_factory=list)
 
-  def note(self, law: str, case: ElementTree.Element) -> None:
+  def add(self, law: str, case: ElementTree.Element) -> None:
     """Add the verdict on one row of a test."""
     skipped = case.find("skipped")
     if skipped is not None and skipped.get("type") == "pytest.xfail":
@@ -63,7 +63,7 @@ def read(report: pathlib.Path) -> dict[str, Library]:
       library = libraries.setdefault(
         said["library"], Library(said["version"], said["lines"])
       )
-      library.note(_law(case.get("name", "")), case)
+      library.add(_law(case.get("name", "")), case)
   if not libraries:
     raise ValueError(
       f"No verdicts on libraries in {report}; write them with `make test-ecosystem`."
