@@ -117,7 +117,7 @@ _enter_reductions()
 
 
 @case
-def bools_are_added_as_or_and_compared_as_numbers():
+def reductions_of_bools_add_by_or_and_compare_as_numbers():
   rows = INTEGERS % 2 == 0
   for name, law in (("sum", rows.any(0)), ("max", rows.any(0)), ("min", rows.all(0))):
     got = found(lambda x, name=name: functional.all_reduce(x, name, "tp"), rows)
@@ -125,7 +125,7 @@ def bools_are_added_as_or_and_compared_as_numbers():
 
 
 @case
-def what_is_made_like_a_tensor_may_be_the_first_carry_of_a_loop():
+def factories_like_a_shard_give_valid_loop_carries():
   makers = {
     0: (torch.zeros_like, torch.empty_like, lambda x: x.new_zeros(x.shape)),
     1: (torch.ones_like, lambda x: x.new_ones(x.shape)),
@@ -142,7 +142,7 @@ def what_is_made_like_a_tensor_may_be_the_first_carry_of_a_loop():
 
 
 @case
-def attention_in_blocks_is_a_function_of_a_shard_whatever_differs_by_shard():
+def blockwise_attention_in_shard_map_equals_the_plain_form():
   """Of query, key and value some are divided, and the others each device has whole."""
   tensors = [torch.randn(2, 4, 8, 8, device="cpu").to("jax") for _ in range(3)]
   config, whole = torchax.default_env().config, PartitionSpec()
@@ -183,7 +183,7 @@ def attention_in_blocks_is_a_function_of_a_shard_whatever_differs_by_shard():
 
 
 @case
-def all_gather_joins_the_members():
+def all_gather_concatenates_the_members():
   for name in ("_c10d_functional", "_c10d_functional_autograd"):
     gather = getattr(torch.ops, name).all_gather_into_tensor
     got = found(lambda x, gather=gather: gather(x, 4, "tp"))
@@ -191,7 +191,7 @@ def all_gather_joins_the_members():
 
 
 @case
-def all_to_all_transposes_members_and_parts():
+def all_to_all_transposes_members_and_chunks():
   expected = np.stack(
     [
       np.concatenate([row.reshape(4, 2, 3)[member] for row in ROWS])
@@ -205,14 +205,14 @@ def all_to_all_transposes_members_and_parts():
 
 
 @case
-def broadcast_gives_all_the_tensor_of_the_source():
+def broadcast_sends_the_source_to_all_members():
   for source in range(MEMBERS):
     got = found(lambda x, source=source: functional.broadcast(x, source, "tp"))
     np.testing.assert_array_equal(got, for_all(ROWS[source]))
 
 
 @case
-def coalesced_forms_are_the_single_ones_of_each_tensor():
+def coalesced_collectives_equal_single_ones():
   got = found(lambda x: functional.all_reduce_coalesced([x, x * 2], "sum", "tp")[1])
   np.testing.assert_allclose(got, for_all(ROWS.sum(0) * 2), rtol=1e-6)
   got = found(lambda x: ops.all_gather_into_tensor_coalesced([x * 2, x], 4, "tp")[1])
@@ -224,7 +224,7 @@ def coalesced_forms_are_the_single_ones_of_each_tensor():
 
 
 @case
-def forms_that_write_do_so():
+def in_place_collectives_write_to_their_input():
   def in_place(x):
     target = x * 1
     result = ops.all_reduce_(target, "sum", "tp")
@@ -256,7 +256,7 @@ def forms_that_write_do_so():
 
 
 @case
-def not_compiled_the_result_is_the_same():
+def eager_results_equal_compiled_ones():
   def step(x):
     return functional.all_reduce(functional.broadcast(x, 1, "tp"), "avg", "tp")
 
@@ -266,13 +266,13 @@ def not_compiled_the_result_is_the_same():
 
 
 @case
-def a_wait_gives_the_tensor():
+def wait_tensor_returns_the_tensor():
   got = found(lambda x: functional.wait_tensor(functional.all_reduce(x, "sum", "tp")))
   np.testing.assert_allclose(got, for_all(ROWS.sum(0)), rtol=1e-6)
 
 
 @case
-def what_is_reduced_may_leave_without_its_axis():
+def reduced_results_may_have_unsharded_out_specs():
   for name, (rows, law) in REDUCTIONS.items():
     reduce = jax_jit(
       jax_shard_map(
@@ -287,7 +287,7 @@ def what_is_reduced_may_leave_without_its_axis():
 
 
 @case
-def the_group_of_all_processes_is_all_mapped_axes():
+def world_group_is_all_mapped_axes():
   def of_one(x):
     return functional.all_reduce(x[0], "sum", "")
 
@@ -299,7 +299,7 @@ def the_group_of_all_processes_is_all_mapped_axes():
 
 
 @case
-def an_axis_of_vmap_is_a_group():
+def vmap_axis_is_a_group():
   with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     rows = jax_vmap(lambda x: functional.all_reduce(x, "max", "rows"), axis_name="rows")
@@ -392,7 +392,7 @@ _enter_gradients()
 
 
 @case
-def torch_differentiates_inside_of_a_shard():
+def autograd_works_inside_of_shard_map():
   def gradient(x):
     x = x.detach().requires_grad_()
     total = functional.all_reduce(x * x, "sum", "tp")
@@ -484,7 +484,7 @@ _enter_refusals()
 
 
 @case
-def outside_of_a_mapped_axis_the_error_says_what_to_write():
+def error_outside_of_mapped_axes_names_the_remedy():
   x = torch.tensor(ROWS).to("jax")
   with pytest.raises(CollectiveError, match=r"no axis is mapped(.|\n)*jax_shard_map"):
     functional.all_reduce(x, "sum", "tp")

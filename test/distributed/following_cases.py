@@ -79,7 +79,7 @@ SEEDED = (
 
 
 @for_each_kind
-def what_is_made_of_a_tensor_lies_as_it_does(kind):
+def results_inherit_the_sharding_of_their_input(kind):
   mesh = mesh_of(kind, x=8)
   numbers = torch.arange(16.0).reshape(8, 2)
   for name, function in followed(mesh.shard).items():
@@ -107,7 +107,7 @@ OF_ANOTHER_SHAPE: dict[str, tuple[Callable, list]] = {
 
 
 @for_each_kind
-def what_is_made_of_a_tensor_with_another_shape_is_whole_on_its_mesh(kind):
+def factories_of_another_shape_replicate_on_the_mesh(kind):
   mesh = mesh_of(kind, x=4, y=2)
   x = mesh.shard(torch.arange(16.0).reshape(8, 2), ("x", "y"))
   for name, (function, numbers) in OF_ANOTHER_SHAPE.items():
@@ -123,7 +123,7 @@ def what_is_made_of_a_tensor_with_another_shape_is_whole_on_its_mesh(kind):
 
 
 @for_each_kind
-def what_takes_another_tensors_numbers_says_whose_layout_it_has(kind):
+def copies_keep_their_sharding_and_assign_takes_the_new_one(kind):
   mesh = mesh_of(kind, x=8)
   split, rows, columns = torch.zeros(8, 8), ("x",), (None, "x")
   others = {
@@ -161,7 +161,7 @@ OPTIMIZERS: dict[str, Callable] = {
 
 
 @for_each_kind
-def optimizers_averages_and_state_dicts_keep_the_layout(kind):
+def optimizers_averages_and_state_dicts_keep_shardings(kind):
   mesh = mesh_of(kind, x=8)
   model = mesh.shard_model(nn.Linear(2, 8, bias=False))
   expected = mesh.shard(torch.zeros(8, 2), ("x",))
@@ -196,7 +196,7 @@ def optimizers_averages_and_state_dicts_keep_the_layout(kind):
 
 
 @case
-def gradients_that_are_differentiated_again_lie_as_their_leaf():
+def second_order_gradients_inherit_the_sharding_of_the_leaf():
   mesh = mesh_of(AxisType.Auto, x=8)
   leaf = torch.ones(8, 8, device="jax", requires_grad=True)
   leaf.shard_(mesh.sharding(("x",)))

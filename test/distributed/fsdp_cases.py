@@ -40,7 +40,7 @@ from torchax.interop import jax_jit
 
 
 @case
-def fully_sharded_modules_train_as_one_device_does():
+def fully_sharded_modules_train_as_on_one_device():
   block, reference = pair()
   for part in (block.norm, block.up, block.down, block):
     assert fully_shard(part, mesh=line()) is part
@@ -52,7 +52,7 @@ def fully_sharded_modules_train_as_one_device_does():
 
 
 @case
-def fully_shard_chooses_a_dimension_that_divides():
+def fully_shard_shards_a_dim_that_divides():
   module = nn.Module()
   module.rows = nn.Parameter(numbers(8, 3))
   module.columns = nn.Parameter(numbers(3, 8))
@@ -76,7 +76,7 @@ def fully_shard_chooses_a_dimension_that_divides():
 
 
 @case
-def replicas_of_shards_have_the_last_dimension():
+def fully_shard_on_two_dims_shards_over_the_last():
   block, reference = pair()
   fully_shard(block, mesh=grid())
   assert block.up.weight.placements == (Replicate(), Shard(0))
@@ -84,7 +84,7 @@ def replicas_of_shards_have_the_last_dimension():
 
 
 @case
-def tensor_parallel_modules_are_fully_sharded_too():
+def tensor_parallel_modules_can_be_fully_sharded():
   block, reference = pair()
   mesh = grid()
   plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -107,7 +107,7 @@ def sharded(**options) -> tuple[Block, Block]:
 
 
 @case
-def a_module_is_an_fsdp_module_of_its_own_class_too():
+def fully_sharded_module_keeps_its_class():
   block, reference = sharded()
   for part in block.modules():
     assert isinstance(part, FSDPModule)
@@ -142,7 +142,7 @@ SCHEDULES = {
 
 
 @case
-def methods_that_schedule_change_no_numbers():
+def scheduling_methods_do_not_change_results():
   block, reference = sharded()
   for schedule in SCHEDULES.values():
     assert schedule(block) is None
@@ -150,7 +150,7 @@ def methods_that_schedule_change_no_numbers():
 
 
 @case
-def gradients_that_are_accumulated_without_sync_are_those_of_all_batches():
+def gradients_accumulated_without_sync_sum_all_batches():
   block, reference = sharded()
   for last, rows in enumerate(X.split(2)):
     block.set_requires_gradient_sync(bool(last))
@@ -162,7 +162,7 @@ def gradients_that_are_accumulated_without_sync_are_those_of_all_batches():
 
 
 @case
-def norms_of_gradients_are_clipped_as_on_one_device():
+def gradient_norms_are_clipped_as_on_one_device():
   for kind in (2.0, 1.0, float("inf")):
     block, reference = sharded()
     for module, x in ((block, X.to("jax")), (reference, X)):
@@ -217,14 +217,14 @@ def computes_in_bf16(policy: MixedPrecisionPolicy, output: torch.dtype) -> None:
 
 
 @case
-def parameters_are_cast_for_the_forward_pass_and_gradients_back():
+def parameters_are_cast_in_forward_and_gradients_cast_back():
   computes_in_bf16(BF16, torch.bfloat16)
   to_float = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
   computes_in_bf16(to_float, torch.float32)
 
 
 @case
-def an_inner_policy_is_about_its_own_parameters():
+def inner_policy_applies_to_its_own_parameters():
   block, _ = pair()
   fully_shard(block.norm, mesh=line(), mp_policy=MixedPrecisionPolicy())
   fully_shard(block.up, mesh=line(), mp_policy=BF16)
@@ -242,7 +242,7 @@ def an_inner_policy_is_about_its_own_parameters():
 
 
 @case
-def what_is_computed_again_has_the_dtype_of_the_first_time():
+def recomputed_activations_keep_their_dtype():
   class Checkpointed(nn.Module):
     def __init__(self, inner):
       super().__init__()
@@ -262,7 +262,7 @@ def what_is_computed_again_has_the_dtype_of_the_first_time():
 
 
 @case
-def a_forward_pass_that_raises_leaves_the_parameters_as_they_were():
+def failed_forward_pass_restores_parameters():
   block, _ = pair()
   fully_shard(block, mesh=line(), mp_policy=BF16)
   before = dict(block.named_parameters())
@@ -274,7 +274,7 @@ def a_forward_pass_that_raises_leaves_the_parameters_as_they_were():
 
 
 @case
-def a_method_is_called_as_the_forward_pass_is():
+def registered_methods_cast_parameters_as_forward_does():
   class Encoder(Block):
     def encode(self, x):
       return self.up(x)

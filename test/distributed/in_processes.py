@@ -75,7 +75,7 @@ def the_devices_of_all_processes_are_one_world():
 
 
 @case
-def print_shows_what_this_process_has():
+def print_shows_addressable_shards():
   text, own = repr(split()), 8 // jax.process_count()
   first = own * jax.process_index()
   count = jax.process_count()
@@ -88,7 +88,7 @@ def print_shows_what_this_process_has():
 
 
 @case
-def print_shows_all_of_what_every_process_has():
+def print_shows_replicated_tensors_whole():
   text = "tensor([0., 1., 2., 3., 4., 5., 6., 7.], device='jax:0', sharding"
   assert repr(whole()).startswith(text)
   assert repr(split().sum()).startswith("tensor(28., device='jax:0'")
@@ -102,7 +102,7 @@ def print_shows_bfloat16_and_blocks():
 
 
 @case
-def parts_that_are_no_block_are_printed_without_numbers():
+def shards_that_form_no_block_print_without_numbers():
   mesh = Mesh(np.array(jax.devices()).reshape(2, 4).T.reshape(8), ("data",))
   sharding = NamedSharding(mesh, PartitionSpec("data"))
   text = repr(spread(np.arange(8.0, dtype=np.float32), sharding))
@@ -121,21 +121,21 @@ ASK_FOR_NUMBERS = {
 
 
 @case
-def numbers_of_other_processes_are_named():
+def reading_shards_of_other_processes_names_the_remedy():
   for ask in ASK_FOR_NUMBERS.values():
     with pytest.raises(NotAddressableError, match=r"shape \[8\].*processes\.gather"):
       ask(split())
 
 
 @case
-def what_every_process_has_is_read_by_each():
+def replicated_tensors_are_read_by_each_process():
   assert split().sum().item() == 28.0 and split()[3].item() == 3.0
   assert whole().tolist() == list(range(8)) and float(split().mean()) == 3.5
   assert torch.equal(whole().cpu(), torch.arange(8.0))
 
 
 @case
-def gathered_tensors_are_whole_and_others_stay():
+def gather_replicates_and_keeps_its_input():
   kept, local = whole(), torch.ones(2, device="jax")
   found = processes.gather({"a": split(), "b": kept, "c": local, "d": 3})
   assert found["a"].tolist() == list(range(8))
@@ -143,7 +143,7 @@ def gathered_tensors_are_whole_and_others_stay():
 
 
 @case
-def batches_are_those_of_one_process_row_for_row():
+def batches_equal_those_of_one_process_row_by_row():
   data = torch.arange(40.0).reshape(20, 2)
   for axes in ((8, 1), (4, 2), (2, 4)):
     sharding = over(*axes)
@@ -189,13 +189,13 @@ FIRST_MASK: list[float] = []
 
 
 @case
-def connecting_twice_is_named():
+def connecting_twice_is_refused():
   with pytest.raises(RuntimeError, match=r"connected: this one is \d of \d"):
     processes.initialize()
 
 
 @case
-def values_that_differ_are_named_in_every_process():
+def different_values_are_reported_in_every_process():
   with pytest.raises(ProcessError) as caught:
     processes.require_equal(
       "the seed", jax.process_index() // (jax.process_count() - 1)
@@ -206,7 +206,7 @@ def values_that_differ_are_named_in_every_process():
 
 
 @case
-def programs_that_differ_are_named_in_every_process():
+def different_programs_are_reported_in_every_process():
   by_rank = (lambda x: x.sum(), lambda x: x.mean())[jax.process_index() == 0]
   with pytest.raises(ProcessError, match="the program of `<lambda>`: .* operations"):
     processes.require_same_program(jax_jit(by_rank), split())
@@ -214,13 +214,13 @@ def programs_that_differ_are_named_in_every_process():
 
 
 @case
-def barriers_of_other_names_are_named_in_every_process():
+def mismatched_barriers_are_reported_in_every_process():
   with pytest.raises(ProcessError, match="process 0: the barrier first: reached"):
     processes.barrier("second" if jax.process_index() else "first")
 
 
 @case
-def a_process_that_does_not_come_is_named():
+def process_missing_at_a_barrier_is_named():
   if jax.process_index() == 0:
     with pytest.raises(ProcessError, match=r"1.* did not come to the barrier of one"):
       processes.barrier("of one", timeout=1)
@@ -259,7 +259,7 @@ def losses_of(model: nn.Module, tokens: torch.Tensor) -> list[float]:
 
 
 @case
-def a_model_of_rules_is_made_in_parts_and_trains_as_on_one_device():
+def sharded_model_trains_as_on_one_device():
   mesh = mesh_util.Mesh(over(4, 2).mesh, RULES)
   tokens = torch.arange(32).reshape(8, 4) % 8
   torch.manual_seed(0)
@@ -282,7 +282,7 @@ def a_model_of_rules_is_made_in_parts_and_trains_as_on_one_device():
 
 
 @case
-def a_model_is_laid_out_and_loaded_from_files():
+def model_is_sharded_and_loaded_from_files():
   mesh = mesh_util.Mesh(over(4, 2).mesh, RULES)
   torch.manual_seed(0)
   plain = made()
@@ -299,7 +299,7 @@ def a_model_is_laid_out_and_loaded_from_files():
 
 
 @case
-def the_mesh_of_a_block_is_the_one_of_a_bare_spec():
+def bare_spec_uses_the_mesh_of_the_block():
   mesh = mesh_util.Mesh(over(4, 2).mesh)
   with mesh:
     compiled = jax_jit(lambda x: mark_sharding(x * 2, PartitionSpec("model")))
@@ -312,7 +312,7 @@ def the_mesh_of_a_block_is_the_one_of_a_bare_spec():
 
 
 @case
-def what_is_made_of_a_tensor_of_all_processes_is_of_all_processes():
+def factories_of_global_tensors_return_global_tensors():
   for name in ("new_zeros", "new_ones", "new_empty"):
     made = getattr(split(), name)(3)
     assert made.jax().sharding == over(spec=()), name
@@ -322,7 +322,7 @@ def what_is_made_of_a_tensor_of_all_processes_is_of_all_processes():
 
 
 @case
-def tensors_of_torchs_meshes_are_of_all_processes():
+def tensors_on_torch_meshes_span_all_processes():
   mesh = dist.init_device_mesh("jax", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
   flat = mesh["dp", "cp"]._flatten("dp_cp")
   numbers = torch.arange(16.0).reshape(8, 2)
@@ -391,12 +391,12 @@ def require_state(found: dict, is_spread: bool = True) -> None:
 
 
 @case
-def a_state_that_one_process_has_saved_is_loaded_by_several():
+def state_saved_by_one_process_is_loaded_by_several():
   require_state(torchax.load_checkpoint(FOLDER / "of one"))
 
 
 @case
-def a_state_of_several_processes_is_saved():
+def state_of_several_processes_is_saved():
   state = state_on(lambda spec: over(4, 2, spec=spec))
   torchax.save_checkpoint(state, FOLDER / "of several", 0)
   require_state(torchax.load_checkpoint(FOLDER / "of several"))
@@ -405,7 +405,7 @@ def a_state_of_several_processes_is_saved():
 
 
 @case
-def a_state_says_where_another_is_loaded_to():
+def loaded_state_takes_the_shardings_of_its_target():
   like = {"model": {"rows": spread(np.zeros((16, 8), np.float32), over(2, 4))}}
   found = torchax.load_checkpoint(FOLDER / "of one", like)
   assert found["model"]["rows"].jax().sharding == over(2, 4)
@@ -413,7 +413,7 @@ def a_state_says_where_another_is_loaded_to():
 
 
 @case
-def a_checkpoint_of_other_shapes_is_named_in_every_process():
+def checkpoint_of_other_shapes_is_reported_in_every_process():
   for wrong, said in (
     ({"model": {"rows": torch.zeros(8, 8)}}, r"\['rows'\] has shape \[16, 8\]"),
     ({"model": {"columns": torch.zeros(8)}}, r"has no 'columns'"),
@@ -424,7 +424,7 @@ def a_checkpoint_of_other_shapes_is_named_in_every_process():
 
 
 @case
-def a_state_is_written_while_the_program_changes_it():
+def background_save_ignores_later_changes():
   state = state_on(lambda spec: over(4, 2, spec=spec))
   torchax.save_checkpoint(state, FOLDER / "background", 0, background=True)
   rows = state["model"]["rows"]
@@ -438,7 +438,7 @@ def a_state_is_written_while_the_program_changes_it():
 
 
 @case
-def states_that_differ_are_named_in_every_process():
+def different_states_are_reported_in_every_process():
   rank = jax.process_index()
   for state, said in (
     ({"rng": torchax.rng.RngState.from_seed(rank)}, r"state\['rng'\] \w+"),
@@ -450,7 +450,7 @@ def states_that_differ_are_named_in_every_process():
 
 
 @case
-def a_checkpoint_that_is_not_there_is_named():
+def missing_checkpoint_is_named():
   with pytest.raises(FileNotFoundError, match="no such path"):
     torchax.load_checkpoint(FOLDER / "nothing")
 

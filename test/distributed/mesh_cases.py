@@ -49,7 +49,7 @@ from torchax.train import mark_sharding
 
 
 @for_each_kind
-def a_model_that_is_made_sharded_has_the_numbers_of_one_device(kind):
+def model_initialized_sharded_equals_one_device(kind):
   first, _ = on_one_device()
   for mesh in (
     mesh_of(kind, ALL, fsdp=8),
@@ -79,7 +79,7 @@ def after_making() -> list:
 
 
 @for_each_kind
-def training_follows_one_device_and_all_lies_where_its_parameter_does(kind):
+def training_equals_one_device_and_state_shards_as_parameters(kind):
   _, expected = on_one_device()
   mesh = mesh_of(kind, ALL, fsdp=8)
   model = made_on(mesh)
@@ -92,7 +92,7 @@ def training_follows_one_device_and_all_lies_where_its_parameter_does(kind):
 
 
 @for_each_kind
-def a_compiled_step_of_tensor_parallel_training_follows_one_device(kind):
+def compiled_tensor_parallel_step_equals_one_device(kind):
   _, expected = on_one_device(compiles=True)
   mesh = mesh_of(kind, TENSOR_PARALLEL, data=4, model=2)
   model = made_on(mesh)
@@ -105,7 +105,7 @@ def a_compiled_step_of_tensor_parallel_training_follows_one_device(kind):
 
 
 @case
-def no_device_holds_more_than_its_part_while_a_model_is_made():
+def sharded_initialization_holds_one_shard_per_device():
   largest = []
 
   class Watched(nn.Module):
@@ -131,7 +131,7 @@ def no_device_holds_more_than_its_part_while_a_model_is_made():
 
 
 @case
-def programs_that_make_numbers_take_the_memory_of_one_part():
+def sharded_factories_use_the_memory_of_one_shard():
   sizes, compiled = {}, compiling.jit_if_possible
 
   def watched(function, operator=None, place=None):
@@ -166,7 +166,7 @@ def programs_that_make_numbers_take_the_memory_of_one_part():
 
 
 @case
-def a_model_on_meta_is_laid_out_and_initialised_afterwards():
+def meta_model_is_sharded_and_initialized_later():
   mesh = mesh_of(AxisType.Auto, fsdp=8)
   model = nn.Linear(4, 8, bias=False, device="meta")
   mesh.shard_model(model)
@@ -180,7 +180,7 @@ def a_model_on_meta_is_laid_out_and_initialised_afterwards():
 
 
 @case
-def models_are_laid_out_where_they_are():
+def shard_model_changes_the_model_in_place():
   mesh = mesh_of(AxisType.Auto, ALL, fsdp=8)
   for device in ("cpu", "jax"):
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)).to(
@@ -199,7 +199,7 @@ def models_are_laid_out_where_they_are():
 
 
 @case
-def rules_and_sharders_are_asked_with_names_and_shapes():
+def sharders_are_called_with_names_and_shapes():
   asked = []
 
   def sharder(name, shapedtype):
@@ -287,7 +287,7 @@ def _attention_and_gradients(query, key, value):
 
 
 @for_each_kind
-def attention_in_blocks_is_that_of_one_device_however_it_is_divided(kind):
+def blockwise_attention_equals_one_device_in_all_shardings(kind):
   mesh = mesh_of(kind, x=4, y=2)
   tensors = [torch.randn(4, 2, 16, 8, device="cpu") for _ in range(3)]
   config = torchax.default_env().config
@@ -308,7 +308,7 @@ def attention_in_blocks_is_that_of_one_device_however_it_is_divided(kind):
 
 
 @case
-def operations_of_explicit_axes_give_the_numbers_of_one_device():
+def operations_on_explicit_axes_equal_one_device():
   mesh = mesh_of(AxisType.Explicit, x=4, y=2)
   numbers = torch.arange(64.0).reshape(8, 8) / 7
   for name, function in {**OPERATIONS, **EAGER_ALONE}.items():
@@ -325,7 +325,7 @@ def operations_of_explicit_axes_give_the_numbers_of_one_device():
 
 
 @case
-def explicit_results_are_explicit_and_those_of_eager_and_compiled_lie_alike():
+def eager_and_compiled_results_have_equal_explicit_shardings():
   mesh = mesh_of(AxisType.Explicit, x=4, y=2)
   x = mesh.shard(torch.arange(64.0).reshape(8, 8), ("x", "y"))
   for name in ("add", "view", "sort", "matmul", "x[i]", "softmax", "attention"):
@@ -349,7 +349,7 @@ def tensors_of_two_explicit_meshes_do_not_mix():
 
 
 @case
-def gradients_of_jax_on_explicit_axes_are_taken_inside_of_set_mesh():
+def jax_gradients_on_explicit_axes_work_in_set_mesh():
   mesh = mesh_of(AxisType.Explicit, x=8)
   numbers = torch.arange(16.0).reshape(8, 2)
   gradient = torchax.interop.jax_value_and_grad(lambda t: (t.view(4, 4) ** 2).sum())
@@ -362,7 +362,7 @@ def gradients_of_jax_on_explicit_axes_are_taken_inside_of_set_mesh():
 
 
 @for_each_kind
-def a_mesh_is_a_property_of_the_environment_inside_of_its_block(kind):
+def mesh_block_sets_the_mesh_of_the_environment(kind):
   mesh, env = mesh_of(kind, x=8), torchax.default_env()
   with mesh, mesh_of(kind, y=8), mesh:
     assert env.param.mesh is mesh.jax_mesh
@@ -376,7 +376,7 @@ def a_mesh_is_a_property_of_the_environment_inside_of_its_block(kind):
 
 
 @for_each_kind
-def a_bare_spec_is_about_the_mesh_of_the_block(kind):
+def bare_spec_uses_the_mesh_of_its_block(kind):
   mesh = mesh_of(kind, data=4, model=2)
   columns = jax_jit(lambda x: mark_sharding(x + 1, P(None, "model")))
   with mesh:
@@ -387,7 +387,7 @@ def a_bare_spec_is_about_the_mesh_of_the_block(kind):
 
 
 @case
-def a_mesh_of_all_devices_divides_what_it_can():
+def fsdp_mesh_shards_dims_that_divide():
   mesh = mesh_util.Mesh.fsdp_mesh()
   assert dict(mesh.jax_mesh.shape) == {"fsdp": 8}
   assert mesh_util.Mesh.fsdp_mesh("data").jax_mesh.axis_names == ("data",)
@@ -406,7 +406,7 @@ def _resident() -> int:
 
 
 @case
-def files_are_loaded_with_the_memory_of_one_part():
+def files_are_loaded_with_the_memory_of_one_shard():
   size, part = 32 * 2**20, 4 * 2**20
   state = {"weight": torch.arange(size // 4, dtype=torch.float32).reshape(1024, -1)}
   mesh = mesh_of(AxisType.Auto, x=8)
@@ -438,7 +438,7 @@ def files_are_loaded_with_the_memory_of_one_part():
 
 
 @for_each_kind
-def a_model_is_loaded_from_files_as_it_was_saved(kind):
+def model_loaded_from_files_equals_the_saved_one(kind):
   first, _ = on_one_device()
   names = sorted(first)
   mesh = mesh_of(kind, TENSOR_PARALLEL, data=4, model=2)
@@ -468,7 +468,7 @@ def a_model_is_loaded_from_files_as_it_was_saved(kind):
 
 
 @case
-def what_does_not_fit_is_refused_and_changes_nothing():
+def invalid_specs_are_refused_without_changes():
   mesh = mesh_of(AxisType.Auto, data=4, model=2)
   rows = {
     r"dimension 0 of 6 is no multiple of 4.*pad it": ((6, 8), ("data",)),
@@ -504,7 +504,7 @@ def what_does_not_fit_is_refused_and_changes_nothing():
 
 
 @case
-def meshes_of_raw_jax_are_taken_as_they_are():
+def jax_meshes_are_accepted_as_they_are():
   plain = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
   assert mesh_util.Mesh(plain)._sharder is None
   one = mesh_util.Mesh(jax.make_mesh((8,), ("x",)))

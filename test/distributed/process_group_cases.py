@@ -61,7 +61,7 @@ REDUCTIONS = {
 
 
 @case
-def the_world_is_that_of_jax():
+def world_equals_the_processes_of_jax():
   assert dist.get_world_size() == 2 and dist.get_rank() == RANK == jax.process_index()
   assert dist.get_backend() == "jax"
   with pytest.raises(ValueError, match="process group twice"):
@@ -157,7 +157,7 @@ def a_barrier_and_a_handle():
 
 
 @case
-def gradients_are_the_means_of_the_processes():
+def data_parallel_gradients_are_means_over_processes():
   torch.manual_seed(RANK)  # unequal at first: the parameters are the first one's
   module = nn.Linear(3, 2)
   torch.manual_seed(0)
@@ -179,7 +179,7 @@ def gradients_are_the_means_of_the_processes():
 
 
 @case
-def a_copy_averages_gradients_too():
+def copied_data_parallel_module_averages_gradients():
   parallel = DistributedDataParallel(nn.Linear(3, 2).to("jax"))
   for again in (copy.deepcopy(parallel), pickle.loads(pickle.dumps(parallel))):
     again(torch.full((2, 3), 1.0 + RANK).to("jax")).sum().backward()
@@ -188,7 +188,7 @@ def a_copy_averages_gradients_too():
 
 
 @case
-def the_state_of_the_first_process_reaches_all():
+def state_of_the_first_process_is_broadcast():
   mesh = init_device_mesh("jax", (4,), mesh_dim_names=("shards",))
   whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
   from_first = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -221,7 +221,7 @@ def the_state_of_the_first_process_reaches_all():
 
 
 @case
-def a_traced_backward_pass_says_what_to_write():
+def traced_data_parallel_backward_names_the_remedy():
   parallel = DistributedDataParallel(nn.Linear(3, 2).to("jax"))
 
   def step(x):
@@ -233,7 +233,7 @@ def a_traced_backward_pass_says_what_to_write():
 
 
 @case
-def a_mesh_reaches_over_the_processes():
+def mesh_spans_the_processes():
   mesh = init_device_mesh("jax", (2, 2), mesh_dim_names=("dp", "tp"))
   assert mesh.get_local_rank("dp") == RANK and mesh.get_local_rank("tp") == 0
   x = torch.arange(8.0).reshape(4, 2) + 100 * RANK  # the first process's counts
@@ -252,7 +252,7 @@ def a_mesh_reaches_over_the_processes():
 
 
 @case
-def what_is_not_there_says_what_to_write():
+def unsupported_collectives_name_the_remedy():
   x = torch.ones(2, device="jax")
   with pytest.raises(CollectiveError, match="permute_tensor"):
     dist.send(x, 1 - RANK)

@@ -86,7 +86,7 @@ def assert_equal(found, expected) -> None:
 
 
 @case
-def a_module_of_meta_is_initialized_in_parts():
+def meta_module_is_initialized_by_shards():
   torch.manual_seed(3)
   with torch.device("jax"):
     expected = Block()
@@ -104,7 +104,7 @@ def a_module_of_meta_is_initialized_in_parts():
 
 
 @case
-def a_module_of_meta_is_loaded_in_parts():
+def meta_module_is_loaded_by_shards():
   full = Block().state_dict()
   for assign in (False, True):
     block = in_parts("fully_shard")
@@ -118,7 +118,7 @@ def a_module_of_meta_is_loaded_in_parts():
 
 
 @case
-def what_no_plan_is_about_is_on_the_current_device():
+def tensors_outside_of_plans_go_to_the_current_device():
   with torch.device("meta"):
     norm = nn.BatchNorm1d(8)
   frozen = norm.weight
@@ -194,7 +194,7 @@ KEPT = {
 
 
 @case
-def a_compiled_function_does_not_lay_out_modules():
+def compiled_function_refuses_to_shard_modules():
   def step(x):
     KEPT[name]()
     return x
@@ -206,14 +206,14 @@ def a_compiled_function_does_not_lay_out_modules():
 
 
 @case
-def a_constant_of_a_compiled_function_is_laid_out():
+def constant_of_a_compiled_function_is_sharded():
   x = numbers(8)
   found = jax_jit(lambda y: sharding_mesh().shard(x, ("dim_0",)) + y)(x.to("jax"))
   assert torch.equal(found.cpu(), 2 * x)
 
 
 @case
-def a_tensor_of_meta_that_is_no_parameter_is_refused():
+def meta_tensor_that_is_no_parameter_is_refused():
   with torch.device("meta"):
     for place in (distribute_tensor, DTensor.from_local):
       with pytest.raises(
@@ -245,7 +245,7 @@ def assert_as_trained(block, optimizer, others) -> None:
 
 
 @case
-def states_go_from_one_optimizer_to_another():
+def state_dicts_load_into_another_optimizer():
   source = trained()
   on_cpu = StateDictOptions(full_state_dict=True, cpu_offload=True)
   flat = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -287,7 +287,7 @@ class App:
 
 
 @case
-def checkpoints_of_torch_are_written_and_read():
+def torch_distributed_checkpoints_round_trip():
   source = trained()
   for save in (
     checkpoint.save,
@@ -319,7 +319,7 @@ ON_MESHES = {
 
 
 @case
-def modules_on_a_mesh_are_copied_and_not_pickled():
+def modules_on_a_mesh_are_copied_and_refuse_pickling():
   for name, make in ON_MESHES.items():
     block = make()
     copied = copy.deepcopy(block)
@@ -342,7 +342,7 @@ def modules_on_a_mesh_are_copied_and_not_pickled():
 
 
 @case
-def a_replicated_module_comes_back_from_a_pickle_on_one_device():
+def pickled_replicated_module_loads_on_one_device():
   block = distribute_module(pair()[0], line())
   again = pickle.loads(pickle.dumps(block))
   assert_equal(again.state_dict(), block.state_dict())
@@ -351,7 +351,7 @@ def a_replicated_module_comes_back_from_a_pickle_on_one_device():
 
 
 @case
-def a_module_with_parallel_data_is_copied_and_pickled():
+def data_parallel_module_is_copied_and_pickled():
   line()
   parallel = DistributedDataParallel(pair()[0].to("jax"))
   for again in (copy.deepcopy(parallel), pickle.loads(pickle.dumps(parallel))):
@@ -363,7 +363,7 @@ def a_module_with_parallel_data_is_copied_and_pickled():
 
 
 @case
-def a_mesh_places_tensors_after_its_process_group():
+def mesh_distributes_after_its_process_group_ends():
   known = line()
   block = sharded()
   dist.destroy_process_group()
