@@ -1,6 +1,6 @@
-"""One process that saves or loads the state of `in_processes.py`.
+"""Process that saves or loads the state of `in_processes.py`.
 
-checkpoints.py save|load DIRECTORY
+usage: checkpoints.py save|load DIRECTORY
 """
 
 import sys

@@ -1,9 +1,10 @@
-"""What `test_collectives.py` runs in one process that has eight devices.
+"""Laws of functional collectives on eight devices; `test_collectives.py` runs them.
 
+usage:
   XLA_FLAGS=--xla_force_host_platform_device_count=8 python collective_cases.py out.json
 
-The laws are those of `torch.distributed`, computed by numpy from the tensors of the
-members: row i of `ROWS` is what member i of the axis "tp" has.
+The laws are those of `torch.distributed`. numpy computes the expected results from the
+tensors of the members: row i of `ROWS` is the tensor of member i of the axis "tp".
 """
 
 import contextlib
@@ -34,7 +35,7 @@ ops = torch.ops._c10d_functional
 
 
 def case(function: Callable) -> Callable:
-  """Enters a law."""
+  """Register a law."""
   CASES[function.__name__] = function
   return function
 
@@ -44,7 +45,7 @@ _kind = [AxisType.Auto]
 
 @contextlib.contextmanager
 def axes_of(kind: AxisType):
-  """Has `mesh` make axes of a kind inside of the block."""
+  """Make axes of this kind in `mesh` inside the block."""
   _kind.append(kind)
   try:
     yield
@@ -64,7 +65,7 @@ def mesh() -> Mesh:
 
 
 def on_members(function: Callable) -> Callable:
-  """A function of one member's tensor as one of the tensors of all, stacked."""
+  """Map a function of one member's tensor to a function of all, stacked."""
 
   def of_one(stacked):
     return function(stacked[0])[None]
@@ -74,7 +75,7 @@ def on_members(function: Callable) -> Callable:
 
 
 def found(function: Callable, rows: np.ndarray = ROWS) -> np.ndarray:
-  """What each member gets, stacked."""
+  """Return the results of all members, stacked."""
   tensor = torch.tensor(rows).to("jax")
   return jax_jit(on_members(function))(tensor).cpu().numpy()
 
@@ -83,7 +84,7 @@ def for_all(result: np.ndarray) -> np.ndarray:
   return np.broadcast_to(result, (MEMBERS, *result.shape))
 
 
-# Name of the reduction -> the rows it is tried on, and its law.
+# Name of the reduction -> (rows, reduction in numpy).
 REDUCTIONS = {
   "sum": (ROWS, lambda rows: rows.sum(0)),
   "avg": (ROWS, lambda rows: rows.mean(0)),
@@ -143,7 +144,7 @@ def factories_like_a_shard_give_valid_loop_carries():
 
 @case
 def blockwise_attention_in_shard_map_equals_the_plain_form():
-  """Of query, key and value some are divided, and the others each device has whole."""
+  """Compare with the plain form for each way to shard query, key and value."""
   tensors = [torch.randn(2, 4, 8, 8, device="cpu").to("jax") for _ in range(3)]
   config, whole = torchax.default_env().config, PartitionSpec()
   of_heads, of_rows = PartitionSpec(None, "tp"), PartitionSpec(None, None, "tp")
@@ -173,7 +174,7 @@ def blockwise_attention_in_shard_map_equals_the_plain_form():
       ((of_heads,) * 3, of_heads),
       ((of_rows, whole, whole), of_rows),
       ((whole, whole, of_features), of_features),
-      ((whole,) * 3, of_heads),  # where what is dropped differs
+      ((whole,) * 3, of_heads),  # dropout masks differ between shards
     ):
       found, expected = (outcome(w, specs, out) for w in ("blockwise", "plain"))
       for have, want in zip(found, expected, strict=True):
@@ -307,9 +308,9 @@ def vmap_axis_is_a_group():
   np.testing.assert_array_equal(got, for_all(ROWS.max(0)))
 
 
-# Collective -> (the collective, the gradient of its members' tensors for `WEIGHTS` as
-# the gradient of what they get), by the law that the gradient of a linear map is its
-# transpose. Of the extrema, who has it gets it.
+# Collective -> (function, rows of its result, gradient), where the gradient of the
+# results is `WEIGHTS`. The gradient of a linear map is its transpose; the gradient of
+# an extremum goes to the members that have it.
 def _weights(size: int) -> np.ndarray:
   return WEIGHTS[:, :size]
 
@@ -399,7 +400,7 @@ def autograd_works_inside_of_shard_map():
     (found,) = torch.autograd.grad((total * total).sum(), x)
     return found
 
-  # By torch's law the gradient of an all_reduce is the all_reduce of the gradients.
+  # In torch, the gradient of all_reduce is an all_reduce of the gradients.
   total = (ROWS**2).sum(0)
   expected = 2 * total * MEMBERS * 2 * ROWS
   np.testing.assert_allclose(found(gradient), expected, rtol=1e-5)
@@ -488,7 +489,7 @@ def error_outside_of_mapped_axes_names_the_remedy():
   x = torch.tensor(ROWS).to("jax")
   with pytest.raises(CollectiveError, match=r"no axis is mapped(.|\n)*jax_shard_map"):
     functional.all_reduce(x, "sum", "tp")
-  same = functional.all_reduce(x, "sum", "")  # a world of one process
+  same = functional.all_reduce(x, "sum", "")  # world of one process
   np.testing.assert_array_equal(same.cpu().numpy(), ROWS)
 
 

@@ -1,6 +1,6 @@
-"""What the laws of `DTensor` and FSDP share: meshes, a module, what it is held to.
+"""Meshes, a module and assertions that the laws of `DTensor` and FSDP share.
 
-`dtensor_cases.py` and `fsdp_cases.py` have the laws.
+The laws are in `dtensor_cases.py` and `fsdp_cases.py`.
 """
 
 import copy
@@ -19,7 +19,7 @@ CASES: dict[str, Callable] = {}
 
 
 def case(function: Callable, name: str | None = None) -> Callable:
-  """Enters a law."""
+  """Register a law."""
   CASES[name or function.__name__] = function
   return function
 
@@ -37,7 +37,7 @@ def numbers(*shape: int) -> torch.Tensor:
 
 
 class Block(nn.Module):
-  """A norm and two linear layers."""
+  """Module of a norm and two linear layers."""
 
   def __init__(self):
     super().__init__()
@@ -50,7 +50,7 @@ class Block(nn.Module):
 
 
 def pair() -> tuple[Block, Block]:
-  """A block, and one that is equal."""
+  """Return two equal blocks."""
   torch.manual_seed(0)
   block = Block()
   return block, copy.deepcopy(block)
@@ -60,7 +60,7 @@ X = torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(1))
 
 
 def assert_trains_alike(sharded: nn.Module, reference: nn.Module) -> None:
-  """Results and gradients are those of one device, eagerly; compiled, results."""
+  """Assert eager results and gradients, and compiled results, of one device."""
   x, mine = X.clone().requires_grad_(), X.to("jax").requires_grad_()
   expected, found = reference(x), sharded(mine)
   expected.pow(2).sum().backward()
@@ -77,7 +77,7 @@ def assert_trains_alike(sharded: nn.Module, reference: nn.Module) -> None:
 
 
 def collectives(module: nn.Module, x: torch.Tensor) -> dict[str, int]:
-  """How many collectives of each kind a compiled forward pass has."""
+  """Count the collectives of each kind in a compiled forward pass."""
 
   def forward(parameters, x):
     return torch.func.functional_call(module, parameters, (x,))

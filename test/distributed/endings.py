@@ -1,6 +1,6 @@
-"""Two processes that compute together until process 1 ends in its own way.
+"""Two processes that compute together until process 1 ends.
 
-endings.py WAY    which is "well", "raise", "exit", "kill" or "stop"
+usage: endings.py WAY    one of "well", "raise", "exit", "kill" and "stop"
 """
 
 import os

@@ -1,6 +1,6 @@
-"""Losses of a few steps whose sums have one order, on several numbers of devices.
+"""Losses of a few steps with sums in a fixed order, on several numbers of devices.
 
-fixed_order.py OUT    in a process with eight devices
+usage: fixed_order.py OUT    in a process with eight devices
 """
 
 import json
@@ -18,7 +18,7 @@ CHUNKS, STEPS, BATCH = 8, 8, 32
 
 
 def losses_on(devices: int) -> list[str]:
-  """The losses as hex numbers."""
+  """Return the losses as hexadecimal numbers."""
   mesh = transformer.mesh_of("data", devices)
   model = transformer.model_on("data", mesh)
 

@@ -1,7 +1,4 @@
-"""Laws of what is made of a sharded tensor: it lies as the tensor does.
-
-`mesh_cases.py` runs them.
-"""
+"""Laws of results that inherit the sharding of a tensor; `mesh_cases.py` runs them."""
 
 import copy
 import io
@@ -20,7 +17,7 @@ from torchax.interop import jax_jit
 
 
 def followed(place) -> dict[str, Callable]:
-  """Functions of a tensor whose results lie as it does; those of `SEEDED` draw."""
+  """Return functions whose results inherit the sharding; those in `SEEDED` draw."""
   ones = torch.ones(8, 2)
 
   def changed(function):
@@ -95,7 +92,7 @@ def results_inherit_the_sharding_of_their_input(kind):
       raise AssertionError(name) from error
 
 
-# Made of a tensor, with another shape; and its numbers.
+# Name -> (function that makes a tensor of another shape, its values).
 OF_ANOTHER_SHAPE: dict[str, tuple[Callable, list]] = {
   "new_zeros": (lambda x: x.new_zeros(3), [0, 0, 0]),
   "new_ones": (lambda x: x.new_ones((2, 1)), [[1], [1]]),

@@ -1,7 +1,4 @@
-"""Laws of `fully_shard`: modules train as on one device.
-
-`dtensor_cases.py` runs them.
-"""
+"""Laws of `fully_shard`, which trains as on one device. `dtensor_cases.py` runs them."""
 
 import copy
 
@@ -58,7 +55,8 @@ def fully_shard_shards_a_dim_that_divides():
   module.columns = nn.Parameter(numbers(3, 8))
   module.small = nn.Parameter(numbers(3))
   module.frozen = nn.Parameter(numbers(8))
-  fully_shard(module.to("jax"), ignored_params={module.frozen})  # over all devices
+  # By default over all devices.
+  fully_shard(module.to("jax"), ignored_params={module.frozen})
   found = {name: p.placements for name, p in module.named_parameters()}
   assert found == {
     "rows": (Shard(0),),
@@ -72,7 +70,8 @@ def fully_shard_shards_a_dim_that_divides():
   wrong = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)).to("jax")
   with pytest.raises(CollectiveError, match=r"shape \(3, 8\) does not divide into 8"):
     fully_shard(wrong, mesh=line(), shard_placement_fn=lambda p: Shard(0))
-  assert {p.placements for p in wrong.parameters()} == {()}  # nothing has changed
+  # The module has not changed.
+  assert {p.placements for p in wrong.parameters()} == {()}
 
 
 @case
@@ -179,12 +178,12 @@ def gradient_norms_are_clipped_as_on_one_device():
 # Mixed precision ----------------------------------------------------------------------
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-# A sum of 16 products, rounded to 8 bits, in an order of its own.
+# Tolerance for sums of 16 products, rounded to 8 bits and added in any order.
 OF_BF16 = {"rtol": 2e-2, "atol": 2e-2}
 
 
 def in_bf16(reference: nn.Module, x: torch.Tensor):
-  """What a module computes in bfloat16, and the gradients of its parameters."""
+  """Return the output of a module in bfloat16 and the gradients of its parameters."""
   half = copy.deepcopy(reference).to("jax").bfloat16()
   y = half(x.to("jax").bfloat16())
   y.float().pow(2).mean().backward()

@@ -1,10 +1,11 @@
-"""Functional collectives as torch's gloo does them, and the same on jax.
+"""Functional collectives on jax, compared with torch's gloo.
 
+usage:
   gloo_cases.py RANK SIZE FOLDER    one of SIZE processes of plain torch
   gloo_cases.py OUT                 the laws, in a process with eight devices
 
-The processes write what each of them gets into FOLDER, which is that of OUT: by name of
-the case, the result and the gradient of the input. A law compares one case.
+Each process writes its results to FOLDER, the folder of OUT: by name of the case, the
+result and the gradient of the input. A law compares one case.
 """
 
 import functools
@@ -20,7 +21,7 @@ ROWS = 8
 
 
 def inputs(size: int, dtype: torch.dtype) -> torch.Tensor:
-  """(member, row, column): what each of the members has."""
+  """Return the inputs of all members, (member, row, column)."""
   generator = torch.Generator().manual_seed(size)
   if dtype == torch.int32:
     return torch.randint(0, 16, (size, ROWS, 4), generator=generator, dtype=dtype)
@@ -28,13 +29,13 @@ def inputs(size: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def weighted(result: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-  """A sum of the result, by weights of this member alone."""
+  """Return a sum of the result, with weights that depend on this member."""
   numbers = torch.arange(1.0, result.numel() + 1, device=x.device)
   return (result * numbers.view(result.shape).sin()).sum() * x.detach().flatten()[0]
 
 
 def turned(size: int) -> list[int]:
-  """Where each member sends its tensor."""
+  """Return the destination of each member's tensor."""
   return [(rank + 1) % size for rank in range(size)]
 
 
@@ -46,7 +47,7 @@ def joined(tensors: list[torch.Tensor]) -> torch.Tensor:
   return torch.cat([functional.wait_tensor(tensor) for tensor in tensors])
 
 
-# Of one member's tensor, its group and the number of members.
+# Name -> function of a member's tensor, its group and the number of members.
 FLOATS: dict[str, Callable] = {
   **{
     f"all_reduce {name}": lambda x, group, size, name=name: functional.all_reduce(
@@ -70,7 +71,7 @@ FLOATS: dict[str, Callable] = {
     x, _equal(size), _equal(size), group
   ),
   "broadcast": lambda x, group, size: functional.broadcast(x, 1, group),
-  # Of torch's own, tensors of one dimension alone can be permuted.
+  # torch permutes only tensors with one dim.
   "permute": lambda x, group, size: functional.permute_tensor(
     x.flatten(), turned(size), group
   ),
@@ -108,8 +109,8 @@ CASES = {
 SIZES = (2, 4)
 
 
-# Of torch's all_reduce the sum alone has a gradient. That of its broadcast is the one
-# of a copy, which stays with the member that has it, whoever sent the tensor.
+# In torch, only the sum of all_reduce has a gradient. The gradient of broadcast is that
+# of a copy: it stays with each member and does not go to the source.
 WITHOUT_GRADIENT = (
   *("all_reduce product", "all_reduce min", "all_reduce max"),
   "broadcast",
@@ -117,7 +118,7 @@ WITHOUT_GRADIENT = (
 
 
 def run(function: Callable, x: torch.Tensor, group, size: int, differentiates: bool):
-  """A result, and the gradient of its weighted sum where it is asked for and is one."""
+  """Return a result, and the gradient of its weighted sum if asked for and defined."""
   x = x.detach().requires_grad_(differentiates)
   result = functional.wait_tensor(function(x, group, size))
   if not (differentiates and result.requires_grad):
@@ -126,7 +127,7 @@ def run(function: Callable, x: torch.Tensor, group, size: int, differentiates: b
 
 
 def with_gloo(rank: int, size: int, folder: pathlib.Path) -> None:
-  """What one process gets from gloo."""
+  """Write the results of one process with gloo."""
   store = dist.FileStore(str(folder / f"store {size}"), size)
   dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
   found = {}
@@ -144,13 +145,13 @@ def with_gloo(rank: int, size: int, folder: pathlib.Path) -> None:
 
 @functools.cache
 def of_gloo(size: int) -> list[dict]:
-  """What each of the processes got."""
+  """Return the results that each gloo process has written."""
   folder = pathlib.Path(sys.argv[1]).parent
   return [torch.load(folder / f"{rank} of {size}.pt") for rank in range(size)]
 
 
 def agree(name: str, size: int) -> None:
-  """Raises where a case on jax differs from gloo's."""
+  """Raise if a case on jax differs from gloo."""
   from jax.sharding import PartitionSpec
   from torch.distributed.device_mesh import init_device_mesh
 
@@ -178,7 +179,7 @@ def agree(name: str, size: int) -> None:
 
 
 def main() -> None:
-  """As the head of this file says."""
+  """Run one process of gloo, or the laws."""
   if len(sys.argv) == 4:
     rank, size, folder = sys.argv[1:]
     with_gloo(int(rank), int(size), pathlib.Path(folder))

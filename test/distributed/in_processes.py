@@ -1,9 +1,9 @@
-"""Laws of a world of eight devices, whatever processes they are in.
+"""Laws of a world of eight devices, for any number of processes.
 
-  in_processes.py FOLDER    in processes that torchrun has started
+usage: in_processes.py FOLDER    in processes that torchrun has started
 
-Each process writes FOLDER/<rank>.json: "" or a traceback for each of `CASES`. The
-folder has the checkpoint "of one": the state of `state_on`, saved by one process.
+Each process writes FOLDER/<rank>.json: "" or a traceback for each of `CASES`. FOLDER
+has the checkpoint "of one": the state of `state_on`, saved by one process.
 """
 
 import copy
@@ -41,19 +41,19 @@ FOLDER = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else ".")
 
 
 def case(function: Callable) -> Callable:
-  """Enters a law."""
+  """Register a law."""
   CASES[function.__name__] = function
   return function
 
 
 def over(*axes, spec=("data",)) -> NamedSharding:
-  """A sharding over all devices; `axes` are the sizes of "data" and "model"."""
+  """Return a sharding over all devices; `axes` are the sizes of "data" and "model"."""
   mesh = Mesh(np.array(jax.devices()).reshape(axes or (8, 1)), ("data", "model"))
   return NamedSharding(mesh, PartitionSpec(*spec))
 
 
 def spread(values: np.ndarray, sharding: NamedSharding) -> torch.Tensor:
-  """A tensor of all processes, of numbers that each of them has."""
+  """Return a global tensor of values that each process has."""
   array = jax.make_array_from_callback(values.shape, sharding, lambda i: values[i])
   return new_tensor(array, torchax.default_env())
 
@@ -183,7 +183,7 @@ def one_seed_is_one_stream_in_all_processes():
   assert masks == FIRST_MASK
 
 
-# Of one process: filled in by `main` before processes are connected.
+# Draws of a single process; `main` fills them in before it connects the processes.
 FIRST: list[float] = []
 FIRST_MASK: list[float] = []
 
@@ -225,7 +225,7 @@ def process_missing_at_a_barrier_is_named():
     with pytest.raises(ProcessError, match=r"1.* did not come to the barrier of one"):
       processes.barrier("of one", timeout=1)
   else:
-    # Its turn was missed, and it is told so.
+    # The process skips its round, and the barrier tells it so.
     next(agreement._rounds)
   processes.barrier("of all")
 
@@ -243,7 +243,7 @@ def made() -> nn.Module:
 
 
 def losses_of(model: nn.Module, tokens: torch.Tensor) -> list[float]:
-  """The losses of two steps; the model is changed."""
+  """Train two steps, which change the model; return the losses."""
   optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
 
   def step(tokens):
@@ -326,7 +326,8 @@ def tensors_on_torch_meshes_span_all_processes():
   mesh = dist.init_device_mesh("jax", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
   flat = mesh["dp", "cp"]._flatten("dp_cp")
   numbers = torch.arange(16.0).reshape(8, 2)
-  mine = numbers + 100 * jax.process_index()  # the first process's numbers count
+  # `distribute_tensor` takes the values of the first process.
+  mine = numbers + 100 * jax.process_index()
   x = distribute_tensor(mine, flat, [Shard(0)])
   assert isinstance(x, DTensor) and x.placements == (Shard(0),)
   assert torch.equal(x.full_tensor().cpu(), numbers)
@@ -354,7 +355,7 @@ def tensors_on_torch_meshes_span_all_processes():
 
 
 def state_on(sharding_of: Callable) -> dict:
-  """A state; `sharding_of(spec)` says where its tensors are."""
+  """Return a state whose tensors have the shardings `sharding_of(spec)`."""
   numbers = np.arange(128.0, dtype=np.float32).reshape(16, 8)
   draws = torchax.rng.RngState.from_seed(7)
   return {
@@ -372,7 +373,7 @@ def state_on(sharding_of: Callable) -> dict:
 
 
 def require_state(found: dict, is_spread: bool = True) -> None:
-  """Raises unless it is that of `state_on`, bit for bit."""
+  """Raise unless the state equals that of `state_on`, bit for bit."""
   expected = np.arange(128.0, dtype=np.float32).reshape(16, 8)
   model = {name: processes.gather(t) for name, t in found["model"].items()}
   assert (model["rows"].numpy() == expected).all()
@@ -383,7 +384,8 @@ def require_state(found: dict, is_spread: bool = True) -> None:
   assert found["local"].device.type == "jax" and found["cpu"].device.type == "cpu"
   assert found["cpu"].tolist() == [0, 1, 2]
   assert found["rng"] == torchax.rng.RngState.from_seed(7)
-  found["local"] + found["model"]["rows"][0, :3]  # what one has joins what all have
+  # Local and global tensors can be added.
+  found["local"] + found["model"]["rows"][0, :3]
   if is_spread:
     specs = [tuple(t.jax().sharding.spec) for t in found["model"].values()]
     assert specs == [("data",), ("model", "data"), ()]
@@ -456,7 +458,7 @@ def missing_checkpoint_is_named():
 
 
 def main() -> None:
-  """Runs the laws, in the same order in all processes."""
+  """Run the laws in the same order in all processes."""
   processes.initialize()
   rng = torchax.rng.RngState.from_seed(3)
   with torchax.rng_scope(rng):

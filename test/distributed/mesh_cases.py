@@ -1,8 +1,8 @@
-"""What `dist/test_meshes.py` runs in one process that has eight devices.
+"""Laws of meshes on eight devices; `test_meshes.py` runs them.
 
-Each function of `CASES` is a law; those of `@for_each_kind` are asserted on a mesh of
-automatic axes and on one of explicit axes. What follows the sharding of a tensor is in
-`following_cases.py`.
+Each function of `CASES` is a law; a law with `@for_each_kind` is asserted on a mesh of
+automatic axes and on one of explicit axes. Laws of shardings that results inherit are
+in `following_cases.py`.
 """
 
 import contextlib
@@ -71,7 +71,7 @@ def model_initialized_sharded_equals_one_device(kind):
 
 @functools.cache
 def after_making() -> list:
-  """What the stream gives after the model was made on one device."""
+  """Return the next draws after the model is made on one device."""
   torch.manual_seed(0)
   with torchax.default_env(), torch.device("jax"):
     Model()
@@ -127,7 +127,7 @@ def sharded_initialization_holds_one_shard_per_device():
   largest.clear()
   with torch.device("jax"):
     Watched()
-  assert largest == [256 * 512 * 4] * 3  # so it does show what is whole
+  assert largest == [256 * 512 * 4] * 3  # without a mesh, the check sees whole tensors
 
 
 @case
@@ -241,7 +241,7 @@ def _indices(count: int) -> torch.Tensor:
   return torch.arange(count).to("jax")
 
 
-# What JAX alone leaves open, and a few that it does not.
+# Operations whose sharding JAX leaves open, and some whose sharding it infers.
 OPERATIONS: dict[str, Callable] = {
   "add": lambda x: x + 1,
   "view": lambda x: x.view(4, 16),
@@ -400,7 +400,7 @@ def fsdp_mesh_shards_dims_that_divide():
 
 
 def _resident() -> int:
-  """The bytes of memory that this process has beside mapped files."""
+  """Return the bytes of resident memory of this process, without mapped files."""
   with open("/proc/self/status") as file:
     return int(re.search(r"RssAnon:\s+(\d+) kB", file.read())[1]) * 1024
 
@@ -480,7 +480,7 @@ def invalid_specs_are_refused_without_changes():
     for tensor in (torch.ones(shape), torch.ones(shape, device="jax")):
       with pytest.raises(ShardingError, match=message):
         mesh.shard(tensor, spec)
-    if "rows" not in message:  # JAX itself makes no sharding of it
+    if "rows" not in message:  # JAX refuses to construct such a sharding
       with pytest.raises(ShardingError, match=message):
         tensor.shard_(NamedSharding(mesh.jax_mesh, P(*spec)))
     model = nn.Module()

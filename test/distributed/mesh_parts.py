@@ -1,6 +1,6 @@
-"""What the laws of meshes share: how they are entered, meshes, and a model to train.
+"""Registration, meshes and a model that the laws of meshes share.
 
-`mesh_cases.py` and `following_cases.py` have the laws.
+The laws are in `mesh_cases.py` and `following_cases.py`.
 """
 
 import functools
@@ -20,13 +20,13 @@ CASES: dict[str, Callable] = {}
 
 
 def case(function: Callable) -> Callable:
-  """Enters a law."""
+  """Register a law."""
   CASES[function.__name__] = function
   return function
 
 
 def for_each_kind(function: Callable) -> Callable:
-  """Enters a law of a kind of axes, for both."""
+  """Register a law for automatic and for explicit axes."""
   for kind in (AxisType.Auto, AxisType.Explicit):
     name = f"{function.__name__}_on_{kind.name.lower()}_axes"
     CASES[name] = functools.partial(function, kind)
@@ -53,7 +53,7 @@ TENSOR_PARALLEL = mesh_util.ShardingRules(
 
 
 class Model(nn.Module):
-  """A transformer of one layer with dropout, and what models make by hand."""
+  """Transformer of one layer with dropout, and parameters initialized by hand."""
 
   def __init__(self):
     super().__init__()
@@ -69,7 +69,7 @@ class Model(nn.Module):
 
 
 def batch(mesh=None) -> list:
-  """Tokens and labels; on a mesh its first axis divides them."""
+  """Return tokens and labels; on a mesh, sharded over its first axis."""
   tokens = torch.arange(64).reshape(8, 8) % 32
   both = [tokens, (tokens * 7) % 32]
   if mesh is None:
@@ -78,7 +78,7 @@ def batch(mesh=None) -> list:
 
 
 def trained(model, tokens, labels, compiles: bool):
-  """The losses of two steps of AdamW, and the optimizer."""
+  """Train two steps of AdamW; return the losses and the optimizer."""
   optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
 
   def step(tokens, labels):
@@ -96,7 +96,7 @@ def trained(model, tokens, labels, compiles: bool):
 
 @functools.cache
 def on_one_device(compiles: bool = False):
-  """The model's first numbers, and the losses of training it."""
+  """Return the model's initial values and its losses on one device."""
   torch.manual_seed(0)
   with torchax.default_env(), torch.device("jax"):
     model = Model()
@@ -110,7 +110,7 @@ def made_on(mesh: mesh_util.Mesh) -> Model:
 
 
 def require_alike(tensor, other) -> None:
-  """Both lie in the same way."""
+  """Assert that two tensors have the same sharding."""
   found, expected = tensor.jax().sharding, other.jax().sharding
   assert found.is_equivalent_to(expected, other.dim()), (found, expected)
   assert getattr(found, "mesh", None) == getattr(expected, "mesh", None)

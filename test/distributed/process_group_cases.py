@@ -1,8 +1,10 @@
-"""What `test_process_groups.py` runs in two processes of two devices each.
+"""Laws of process groups; `test_process_groups.py` runs them.
 
+usage:
   RANK=0 WORLD_SIZE=2 COORDINATOR=127.0.0.1:1234 python process_group_cases.py out.json
 
-Of each collective both processes know what both have put in: `MINE[rank]`.
+Two processes of two devices each run them. Both processes know all inputs: `MINE[rank]`
+is the input of a rank.
 """
 
 import copy
@@ -41,13 +43,13 @@ BOTH = torch.stack(MINE)
 
 
 def case(function: Callable) -> Callable:
-  """Enters a law."""
+  """Register a law."""
   CASES[function.__name__] = function
   return function
 
 
 def each_device(function: Callable) -> None:
-  """Runs a law on jax and on the CPU, floats and 64-bit integers."""
+  """Run a law on jax and on the CPU, with floats and with 64-bit integers."""
   for device, dtype in (("jax", torch.float32), ("cpu", torch.int64)):
     function(lambda x, d=device, t=dtype: x.to(t, copy=True).to(d))
 
@@ -83,7 +85,7 @@ def reductions():
   mean = MINE[RANK].float().to("jax")
   dist.all_reduce(mean, dist.ReduceOp.AVG)
   assert torch.equal(mean.cpu(), BOTH.float().mean(0))
-  wide = torch.tensor([2**40 + RANK])  # as 32 bits it would be another number
+  wide = torch.tensor([2**40 + RANK])  # 32 bits would change the number
   dist.all_reduce(wide)
   assert wide.item() == 2**41 + 1
   bits = torch.tensor([4 + RANK])
@@ -158,7 +160,7 @@ def a_barrier_and_a_handle():
 
 @case
 def data_parallel_gradients_are_means_over_processes():
-  torch.manual_seed(RANK)  # unequal at first: the parameters are the first one's
+  torch.manual_seed(RANK)  # unequal seeds: the first process's parameters are used
   module = nn.Linear(3, 2)
   torch.manual_seed(0)
   reference = nn.Linear(3, 2)
@@ -194,7 +196,8 @@ def state_of_the_first_process_is_broadcast():
   from_first = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
   def trained(seed: int, rate: float):
-    torch.manual_seed(seed + RANK)  # unequal: what is placed is the first one's
+    # Unequal seeds: the first process's tensors are distributed.
+    torch.manual_seed(seed + RANK)
     layer = fully_shard(nn.Linear(8, 4), mesh=mesh)
     optimizer = torch.optim.Adam(layer.parameters(), rate)
     layer(torch.ones(4, 8, device="jax")).sum().backward()
@@ -236,7 +239,8 @@ def traced_data_parallel_backward_names_the_remedy():
 def mesh_spans_the_processes():
   mesh = init_device_mesh("jax", (2, 2), mesh_dim_names=("dp", "tp"))
   assert mesh.get_local_rank("dp") == RANK and mesh.get_local_rank("tp") == 0
-  x = torch.arange(8.0).reshape(4, 2) + 100 * RANK  # the first process's counts
+  # `distribute_tensor` takes the values of the first process.
+  x = torch.arange(8.0).reshape(4, 2) + 100 * RANK
   placed = distribute_tensor(x, mesh, [Shard(0), Replicate()])
   array = placed.jax()
   assert not array.is_fully_addressable and placed.shape == (4, 2)

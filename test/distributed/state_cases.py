@@ -1,4 +1,4 @@
-"""Laws of modules on a mesh before and after training: made, copied, saved and loaded.
+"""Laws of the state of modules on a mesh: initialized, copied, saved and loaded.
 
 `dtensor_cases.py` runs them.
 """
@@ -50,7 +50,7 @@ PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
 
 def sharded(seed: int = 0) -> Block:
-  """A block whose parts are fully sharded, and the block."""
+  """Return a block that is fully sharded, part by part and as a whole."""
   torch.manual_seed(seed)
   block = Block()
   fully_shard(block.up, mesh=line())
@@ -63,7 +63,7 @@ def on_meta() -> Block:
 
 
 def in_parts(name: str) -> Block:
-  """A block of the meta device on a mesh, by the name of what has put it there."""
+  """Return a block of the meta device, put on a mesh by the function of this name."""
   block = on_meta()
   if name == "fully_shard":
     fully_shard(block.up, mesh=line())
@@ -76,7 +76,7 @@ def in_parts(name: str) -> Block:
 
 
 def assert_equal(found, expected) -> None:
-  """Two state dicts have the same names and numbers."""
+  """Assert that two state dicts have the same names and values."""
   assert list(found) == list(expected)
   for name, tensor in expected.items():
     assert torch.equal(found[name].cpu(), tensor.cpu()), name
@@ -129,7 +129,7 @@ def tensors_outside_of_plans_go_to_the_current_device():
   assert norm.running_mean.dtype == torch.float32
 
 
-# Blocks in which modules are made and loaded ------------------------------------------
+# Device contexts in which modules are made and loaded ---------------------------------
 
 AROUND = {
   "on meta": lambda: torch.device("meta"),
@@ -234,7 +234,7 @@ def trained() -> tuple[Block, torch.optim.Optimizer]:
 
 
 def assert_as_trained(block, optimizer, others) -> None:
-  """Numbers and placements of a module and its optimizer are those of another pair."""
+  """Assert that a module and its optimizer equal another pair, placements included."""
   assert_equal(block.state_dict(), others[0].state_dict())
   assert optimizer.param_groups[0]["lr"] == 1e-2
   for mine, other in zip(block.parameters(), others[0].parameters(), strict=True):
@@ -268,7 +268,7 @@ def state_dicts_load_into_another_optimizer():
 
 
 class App:
-  """What checkpoints of torch.distributed ask for its state."""
+  """Stateful object for checkpoints of torch.distributed."""
 
   def __init__(self, block, optimizer):
     self.block, self.optimizer = block, optimizer

@@ -1,6 +1,6 @@
 """Meshes, placements and plans of torch on eight devices.
 
-`dtensor_cases.py` has the laws; it runs once, in a process of its own.
+The laws are in `dtensor_cases.py`, which runs once, in a process of its own.
 """
 
 import many_devices
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.programs
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory) -> dict[str, str]:
-  """What the program found: a traceback or "", by law."""
+  """Return law -> traceback, or "" if the law holds."""
   folder = tmp_path_factory.mktemp("dtensors")
   return many_devices.failures(dtensor_cases.__file__, folder, timeout=400)
 

@@ -1,7 +1,7 @@
 """Functional collectives on jax, against CPU torch's gloo in two and four processes.
 
-`gloo_cases.py` has the collectives; it runs once in each of the processes, and once
-with eight devices of the host.
+The collectives are in `gloo_cases.py`, which runs once in each of the processes, and
+once with eight devices of the host.
 """
 
 import contextlib
@@ -22,9 +22,9 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory) -> dict[str, str]:
-  """What the program found: a traceback or "", by law."""
+  """Return law -> traceback, or "" if the law holds."""
   folder = tmp_path_factory.mktemp("gloo")
-  # Of this host alone, whatever its name resolves to.
+  # Use the loopback address, independent of the name of the host.
   environment = worlds.environment() | {"GLOO_SOCKET_IFNAME": "lo"}
   for size in gloo_cases.SIZES:
     with contextlib.ExitStack() as scope:

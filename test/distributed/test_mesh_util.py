@@ -1,4 +1,4 @@
-"""`torchax.mesh_util` where no second device is needed: sharders, rules, refusals."""
+"""`torchax.mesh_util` on one device: sharders, rules, refusals."""
 
 import jax
 import pytest
@@ -10,7 +10,7 @@ from torchax import mesh_util
 from torchax.errors import ShardingError
 from torchax.mesh_util import Mesh, ShardingRules, SingleAxisSharder
 
-# As upstream answers for an axis of 8.
+# Upstream's results for an axis of size 8.
 FIRST_MULTIPLES = [
   ((8,), ("x",)),
   ((16, 3), ("x", None)),
@@ -57,7 +57,7 @@ def test_rules_by_module_match_instances_of_class_or_subclass():
   found = {name: rules.of(model)(name, t) for name, t in model.named_parameters()}
   assert found["1.weight"] == P("a")
   assert {spec for name, spec in found.items() if name != "1.weight"} == {P("n")}
-  assert rules("1.weight", model[1].weight) == P("n")  # of no model
+  assert rules("1.weight", model[1].weight) == P("n")  # name in no model
 
 
 @pytest.mark.parametrize("spec", ["x", None, ["x"], 3])

@@ -1,6 +1,6 @@
-"""Meshes of eight devices: models, what follows a sharding, both kinds of axes, files.
+"""Meshes of eight devices: models, inherited shardings, kinds of axes, files.
 
-`mesh_cases.py` has the laws; it runs once, in a process of its own.
+The laws are in `mesh_cases.py`, which runs once, in a process of its own.
 """
 
 import many_devices
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.programs
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory) -> dict[str, str]:
-  """What the program found: a traceback or "", by law."""
+  """Return law -> traceback, or "" if the law holds."""
   folder = tmp_path_factory.mktemp("meshes")
   return many_devices.failures(mesh_cases.__file__, folder, timeout=600)
 

@@ -1,6 +1,6 @@
 """`init_process_group("jax")` in one process, and in two of two devices each.
 
-`process_group_cases.py` has the laws of two; it runs once.
+The laws of two processes are in `process_group_cases.py`, which runs once.
 """
 
 import json
@@ -46,7 +46,7 @@ def _start(rank: int, path: pathlib.Path, coordinator: str) -> subprocess.Popen:
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory) -> list[dict[str, str]]:
-  """What each process found: a traceback or "", by law."""
+  """Return, for each process, law -> traceback, or "" if the law holds."""
   folder = tmp_path_factory.mktemp("processes")
   paths = [folder / f"{rank}.json" for rank in range(2)]
   coordinator = f"127.0.0.1:{_free_port()}"
@@ -68,7 +68,7 @@ def test_in_two_processes(failures, law):
   )
 
 
-# Name -> (program, what it prints), of one process.
+# Name -> (program of one process, its output).
 PROGRAMS = {
   "alone": (
     """
@@ -135,7 +135,7 @@ except RuntimeError as error:
   ),
 }
 
-# What torch does by itself, before and after a group on jax.
+# torch's own behaviour, before and after a group on jax.
 GLOO = """
 import os, inspect
 os.environ.pop("WORLD_SIZE", None)
@@ -164,7 +164,7 @@ dist.destroy_process_group()
 
 def _output(program: str, imports: str = "torchax") -> str:
   start = f"import {imports}\nimport torch\nimport torch.distributed as dist\n"
-  # What hangs says where.
+  # A program that hangs reports where.
   start += "import faulthandler\nfaulthandler.dump_traceback_later(100, exit=True)\n"
   result = subprocess.run(
     [sys.executable, "-W", "ignore", "-c", start + program],

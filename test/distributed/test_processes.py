@@ -1,6 +1,6 @@
-"""Eight devices in two processes and in four are the world of one process.
+"""Eight devices in two and in four processes: one world, as in one process.
 
-`in_processes.py` has the laws; it runs once in each world.
+The laws are in `in_processes.py`, which runs once in each world.
 """
 
 import json
@@ -24,7 +24,7 @@ WORLDS = {"2 x 4": (2, 4), "4 x 2": (4, 2)}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-  """With the checkpoint of one process."""
+  """Return a folder with the checkpoint of one process."""
   pytest.importorskip("orbax.checkpoint", reason="the checkpoint extra is missing")
   folder = tmp_path_factory.mktemp("worlds")
   done = worlds.alone(8, worlds.HERE / "checkpoints.py", "save", folder / "of one")
@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=WORLDS)
 def found(request, folder, tmp_path_factory) -> list[dict[str, str]]:
-  """What each process of a world found: a traceback or "", by law."""
+  """Return, for each process of a world, law -> traceback, or "" if the law holds."""
   count, devices = WORLDS[request.param]
   own = tmp_path_factory.mktemp("world")
   (own / "of one").symlink_to(folder / "of one")
@@ -70,7 +70,7 @@ def test_torchrun_starts_the_same_program():
   assert done.stdout.count("the sum is 28.0") == 2
 
 
-# Of a single process -----------------------------------------------------------------
+# A single process --------------------------------------------------------------------
 
 OF_TWO = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": "7"}
 
@@ -138,7 +138,8 @@ def test_processes_of_one_host_join_at_its_own_address(
   monkeypatch.setattr(start.jax_compat, "has_started", lambda: False)
   monkeypatch.setattr(start.jax_compat, "join_cpus_at", joined.append)
   monkeypatch.setattr(start.jax.distributed, "initialize", lambda **options: None)
-  monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # restored after
+  # The fixture restores it.
+  monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
   for name, value in (OF_TWO | {"JAX_COORDINATOR_ADDRESS": coordinator}).items():
     monkeypatch.setenv(name, value)
   processes.initialize()
@@ -262,7 +263,7 @@ def test_connecting_bounds_collectives_between_cpus(flags, expected, monkeypatch
   monkeypatch.setenv("XLA_FLAGS", flags)
   start._connect(start.World("127.0.0.1:7", 2, 1, 1, 2), None, {})
   assert os.environ["XLA_FLAGS"].split() == expected
-  # Nor does the coordinator of one host listen to the network.
+  # The coordinator of a single host does not listen to the network.
   assert given["coordinator_bind_address"] == "127.0.0.1:7"
   assert given["local_device_ids"] == [1]
 
@@ -285,7 +286,7 @@ def _end(way: str, prefix=()):
       ("ValueError: of process 1", "Process 1 of 2 ends with this error."),
     ),
     ("kill", 1, ("Signal 9 (SIGKILL) received",)),
-    # JAX's own words for one that does not answer, and what stops the others.
+    # JAX's message about a process that does not answer, which stops the others.
     ("stop", 1, ("stopped sending heartbeats", "exitcode: -6")),
     ("exit", None, ("Process 1 of 2 is at its end, and waits for others",)),
   ],
@@ -297,11 +298,11 @@ def test_an_ending_process_is_noticed_within_a_minute(way, status, said):
   assert (done.returncode == status) if status is not None else done.returncode
   for words in said:
     assert words in done.stdout
-  assert time.monotonic() - began < 120  # a minute, and the time to start
+  assert time.monotonic() - began < 120  # one minute, and the time to start
 
 
 def _can_rename_the_host() -> bool:
-  """True where a process may have a name of the host of its own."""
+  """Return True if a process may set the name of its host."""
   known = shutil.which("unshare") and shutil.which("hostname")
   return bool(known) and worlds.run("unshare", "--uts", "true").returncode == 0
 

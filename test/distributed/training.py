@@ -1,11 +1,12 @@
-"""Trains the tiny transformer over meshes, and writes its losses and masks.
+"""Training of the tiny transformer over meshes; writes its losses and masks.
 
+usage:
   training.py OUT RUN... [--steps=4] [--checkpoints=PATH] [--die-after=STEP] [--moved]
 
-A RUN is a layout and a number of devices: "fsdp:8". OUT has, by run, the losses as hex
-numbers and a digest of the masks of each step; with `--moved`, also the bytes that the
-devices send, and those of the same step in plain JAX. With `--checkpoints` it goes on
-from the last one, and saves after each step.
+A RUN is a layout and a number of devices: "fsdp:8". OUT has for each run the losses as
+hexadecimal numbers and a digest of the masks of each step. `--moved` adds the bytes
+that the devices send, and those of the same step in plain JAX. `--checkpoints` resumes
+from the last checkpoint, and saves one after each step.
 """
 
 import argparse
@@ -47,7 +48,7 @@ def _moved(step, model, mesh, layout, tokens) -> dict:
 
 
 def _resumed(path, model, found: dict) -> int:
-  """Takes up the latest checkpoint; how many steps were made."""
+  """Load the latest checkpoint; return the number of steps done."""
   if not path or not os.path.exists(path):
     return 0
   state = torchax.load_checkpoint(path, {"model": model.state_dict()})
@@ -58,7 +59,7 @@ def _resumed(path, model, found: dict) -> int:
 
 
 def train(run: str, options) -> dict:
-  """The losses and masks of a run."""
+  """Return the losses and masks of a run."""
   layout, devices = run.split(":")
   mesh = transformer.mesh_of(layout, int(devices))
   model = transformer.model_on(layout, mesh)
@@ -90,7 +91,7 @@ def train(run: str, options) -> dict:
 
 
 def main() -> None:
-  """Makes all runs; process 0 writes what was found."""
+  """Execute all runs; process 0 writes the results."""
   parser = argparse.ArgumentParser()
   parser.add_argument("out", type=pathlib.Path)
   parser.add_argument("runs", nargs="+")

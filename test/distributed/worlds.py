@@ -1,4 +1,4 @@
-"""Starts programs in several processes; none of them outlives its test."""
+"""Programs in several processes, which end with the test that starts them."""
 
 import contextlib
 import functools
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from source_tree import ROOT
 
 HERE = pathlib.Path(__file__).parent
-SECONDS = 400  # machines are slow
+SECONDS = 400  # for slow machines
 
 
 @functools.cache
@@ -22,11 +22,11 @@ def _cache() -> tempfile.TemporaryDirectory:
 
 
 def environment(devices: int | None = None) -> dict[str, str]:
-  """The variables of a program, which finds the library and these files."""
+  """Return the variables of a program, which finds the library and these files."""
   of_others = ("XLA_FLAGS", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
   kept = {name: v for name, v in os.environ.items() if name not in of_others}
   kept |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'test'}", "JAX_PLATFORMS": "cpu"}
-  # Runs of one program in worlds of one kind compile it once.
+  # All runs share a compilation cache, so each program compiles once per kind of world.
   kept |= {"JAX_COMPILATION_CACHE_DIR": _cache().name}
   kept |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
   if devices is not None:
@@ -36,7 +36,7 @@ def environment(devices: int | None = None) -> dict[str, str]:
 
 @contextlib.contextmanager
 def started(*command, **options) -> Iterator[subprocess.Popen]:
-  """A process whose whole group is ended with the block."""
+  """Start a process; end its whole process group with the block."""
   process = subprocess.Popen(
     [str(part) for part in command],
     stdout=subprocess.PIPE,
@@ -57,13 +57,13 @@ def started(*command, **options) -> Iterator[subprocess.Popen]:
 
 
 def run(*command, **options) -> subprocess.CompletedProcess:
-  """Runs a program to its end; its output is in `stdout`."""
+  """Run a program to its end; `stdout` of the result has its output."""
   with started(*command, **options) as process:
     output, _ = process.communicate(timeout=SECONDS)
     return subprocess.CompletedProcess(command, process.returncode, output)
 
 
-# The output of each process has its rank in front: "[default1]:".
+# The rank precedes the output of each process: "[default1]:".
 TORCHRUN = (
   *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
   *("--local-addr=127.0.0.1", "--tee=3"),
@@ -71,11 +71,11 @@ TORCHRUN = (
 
 
 def launch(processes: int, *program, devices: int | None = None, prefix=()):
-  """Runs a program in several processes, as a laptop rehearses several hosts."""
+  """Run a program in several processes on this host, as on several hosts."""
   command = (*prefix, *TORCHRUN, f"--nproc-per-node={processes}", *program)
   return run(*command, env=environment(devices))
 
 
 def alone(devices: int, *program):
-  """Runs a program in one process with so many devices."""
+  """Run a program in one process with this number of devices."""
   return run(sys.executable, *program, env=environment(devices))
