@@ -1,10 +1,13 @@
-"""A model in four stages on four devices, through which microbatches pass: GPipe.
+"""Pipeline parallelism (GPipe): four devices, each with one stage of a model.
 
-The parameters of the stages are stacked, and each device has those of one. A batch is
-taken in microbatches: in each tick a device runs its stage on what its neighbour has
-sent, and sends the result on. A stage waits until the first microbatch has come, and
-after the last one; these ticks are the bubble. Losses and gradients are those of the
-plain model. Without accelerators the devices are four of the CPU.
+The parameters of the stages are stacked, and each device holds one stage. The batch is
+split into microbatches. In each tick a device runs its stage on the microbatch from its
+neighbour and sends the result on. A stage is idle before the first microbatch reaches
+it and after the last one; these ticks are the bubble. Without accelerators, JAX splits
+the CPU into four devices.
+
+Prints the shape of the weights on one device, the collectives, the size of the bubble,
+and how far gradients and losses differ from the model on one device.
 
 Source: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
 Parallelism" (2018), https://arxiv.org/abs/1811.06965.
@@ -27,15 +30,15 @@ from torchax.interop import call_jax, gradient_checkpoint, jax_jit, jax_shard_ma
 from torchax.mesh_util import Mesh
 from torchax.processes import collectives as collectives_of
 
-_STEPS = flags.DEFINE_integer("steps", 5, "Steps of training.", 1)
-_MICROBATCHES = flags.DEFINE_integer("microbatches", 8, "Parts of the batch.", 1)
+_STEPS = flags.DEFINE_integer("steps", 5, "Training steps.", 1)
+_MICROBATCHES = flags.DEFINE_integer("microbatches", 8, "Microbatches in a batch.", 1)
 
 STAGES, AXIS = 4, "stage"
 ROWS, WIDTH = 4, 32  # of a microbatch
 
 
 class Stage(nn.Module):
-  """A part of the model; its result has the shape of its input."""
+  """One stage of the model; its output has the shape of its input."""
 
   def __init__(self):
     super().__init__()
@@ -47,41 +50,41 @@ class Stage(nn.Module):
 
 
 def pipelined(mesh: jax.sharding.Mesh, stage: nn.Module, parameters: dict, batch):
-  """The model of all stages, (microbatches, rows, width) to the same shape.
+  """Run all stages on a batch (microbatches, rows, width); return the same shape.
 
   Args:
-    stage: the module that all stages are like.
-    parameters: of the stages, stacked, by their names in `stage`.
+    stage: module that computes each stage, with the parameters of that stage.
+    parameters: stacked parameters of all stages, by their names in `stage`.
   """
   to_next = [(i + 1) % STAGES for i in range(STAGES)]
   by_stage, for_all = PartitionSpec(AXIS), PartitionSpec()
 
   @jax_shard_map(mesh=mesh, in_specs=(by_stage, for_all), out_specs=for_all)
   def on_stage(parameters, batch):
-    # What a loop carries differs by stage, and so does to JAX what it begins with.
+    # The carry of the loop varies over the stages, so JAX wants an initial value that
+    # varies as well.
     batch = call_jax(jax.lax.pcast, batch, AXIS, to="varying")
     own = {name: parameter[0] for name, parameter in parameters.items()}
     is_first = call_jax(jax.lax.axis_index, AXIS) == 0
-    # The inputs of a stage are kept for its backward pass, and what is inside is
-    # computed again.
+    # The backward pass keeps the input of a stage and recomputes its activations.
     run = gradient_checkpoint(lambda x: torch.func.functional_call(stage, own, (x,)))
 
     def tick(arrived, microbatch):
       result = run(torch.where(is_first, microbatch, arrived))
       return collectives.permute_tensor(result, to_next, AXIS), result
 
-    # Until the last microbatch has come through, the first stage runs on zeros.
+    # The first stage runs on zeros while the last microbatches pass the other stages.
     nothing = torch.zeros_like(batch[: STAGES - 1])
     start = torch.zeros_like(batch[0])
     _, results = scan(tick, start, torch.cat([batch, nothing]))
-    # What came out of the last stage, once the first microbatch was there.
+    # Results of the last stage, from the tick in which the first microbatch reached it.
     return collectives.broadcast(results[STAGES - 1 :], STAGES - 1, AXIS)
 
   return on_stage(parameters, batch)
 
 
 def trained(model, parameters, x, y) -> tuple[list[float], list[torch.Tensor]]:
-  """Some steps: the loss of each, and the gradients of the first."""
+  """Train; return the loss of each step and the gradients of the first step."""
   optimizer = torch.optim.AdamW(parameters, 1e-2)
 
   @jax_jit
@@ -116,7 +119,7 @@ def main(argv) -> None:
 
   weight = stacked["up.weight"]
   part = tuple(weight.jax().addressable_shards[0].data.shape)
-  print(f"of the weights {tuple(weight.shape)} a device has {part}")
+  print(f"weights {tuple(weight.shape)}: each device holds {part}")
   gradient = jax_jit(lambda x, y: F.mse_loss(model(x), y).backward())
   sent = Counter(one.kind for one in collectives_of(gradient, *whole))
   print("collectives of loss and gradients:", dict(sent))
@@ -128,7 +131,7 @@ def main(argv) -> None:
 
   one, expected = trained(plain, list(plain.parameters()), x, y)
   piped, found = trained(model, list(stacked.values()), *whole)
-  # Of the plain model parameter by parameter of each stage, in the order of the stages.
+  # `expected` lists the parameters stage by stage: group them by parameter.
   per_stage = [expected[i :: len(found)] for i in range(len(found))]
   differences = [
     (torch.stack(of_stages) - of_stacked).norm() / of_stacked.norm()
@@ -142,6 +145,6 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-  jax.config.update("jax_num_cpu_devices", STAGES)  # where there is no accelerator
+  jax.config.update("jax_num_cpu_devices", STAGES)  # has no effect on accelerators
   torchax.enable_globally()
   app.run(main)

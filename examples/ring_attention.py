@@ -1,11 +1,14 @@
-"""Attention over a sequence that no device has as a whole: ring attention.
+"""Ring attention: attention over a sequence that is sharded over eight devices.
 
-Queries, keys and values lie in parts along the sequence on eight devices. In each turn
-a device attends with its queries to the block of keys and values that is there, while
-the block goes on to its neighbour; the softmax is summed up as the blocks come. After
-as many turns as there are devices every query has met every key, and no device has held
-more than two blocks. The backward pass goes round once more. The losses are those of
-one device, dropout included. Without accelerators the devices are eight of the CPU.
+Queries, keys and values are sharded along the sequence. In each turn a device attends
+with its queries to its current block of keys and values and sends the block to its
+neighbour. The softmax is accumulated block by block. After eight turns every query has
+met every key, and no device has held more than two blocks. The backward pass goes round
+the ring once more. Without accelerators, JAX splits the CPU into eight devices.
+
+Prints the difference to attention on one device, the shape of the output on each
+device, the collectives and the temporary memory. Then trains a block with dropout on
+one and on eight devices and prints the losses of both, which are equal up to rounding.
 
 Source: Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for
 Near-Infinite Context" (2023), https://arxiv.org/abs/2310.01889.
@@ -30,7 +33,7 @@ from torchax.interop import call_jax, jax_jit, jax_shard_map, scan
 from torchax.mesh_util import Mesh
 from torchax.processes import collectives as collectives_of
 
-_STEPS = flags.DEFINE_integer("steps", 5, "Steps of training.", 1)
+_STEPS = flags.DEFINE_integer("steps", 5, "Training steps.", 1)
 
 DEVICES, RING = 8, "ring"
 BATCH, HEADS, LENGTH, FEATURES = 2, 2, 1024, 16
@@ -38,18 +41,18 @@ WIDTH = HEADS * FEATURES
 
 
 def passed_on(block: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-  """What the neighbour sends, while this device's own goes to the next one."""
+  """Send a block to the next device; return the block from the previous one."""
   next_ones = [(i + 1) % DEVICES for i in range(DEVICES)]
   return tuple(collectives.permute_tensor(t, next_ones, RING) for t in block)
 
 
 def turns_but_one() -> torch.Tensor:
-  """The turns after which blocks go on; the last one ends where they are."""
+  """Return the turns that send blocks on: all except the last."""
   return torch.arange(DEVICES - 1, device="jax")
 
 
 def scores_of(query, key, turn, is_causal: bool) -> torch.Tensor:
-  """The scores of the queries that are here and the keys of a turn."""
+  """Return the scores of this device's queries and the keys of a turn."""
   scores = query @ key.mT * query.shape[-1] ** -0.5
   if not is_causal:
     return scores
@@ -61,10 +64,10 @@ def scores_of(query, key, turn, is_causal: bool) -> torch.Tensor:
 
 
 class RingAttention(torch.autograd.Function):
-  """softmax(query keyᵀ / √features) value of one device's part of the sequence.
+  """Attention, softmax(query keyᵀ / √features) value, on one device's shard.
 
-  Each tensor has the shape (batch, heads, part of the sequence, features). For the
-  backward pass the logarithm of each row's sum is kept, and no weights.
+  Each tensor has the shape (batch, heads, length of the shard, features). The backward
+  pass keeps the logarithm of each row's sum, and recomputes the weights.
   """
 
   @staticmethod
@@ -81,8 +84,8 @@ class RingAttention(torch.autograd.Function):
       so_far, block = carry
       return (attended(so_far, block, index), passed_on(block)), None
 
-    # The first block is the device's own. In it each row sees a key, so that the peak
-    # is finite from then on.
+    # The first block is the device's own: each row sees at least one key in it, so the
+    # peak is finite from then on.
     start = torch.full_like(query[..., :1], -torch.inf)
     start = start, torch.zeros_like(start), torch.zeros_like(query)
     carry, _ = scan(turn, (start, (key, value)), turns_but_one())
@@ -109,7 +112,8 @@ class RingAttention(torch.autograd.Function):
       so_far, of_block = added(*carry, index)
       return (so_far, passed_on(of_block), passed_on(carry[2])), None
 
-    # The gradients of a block travel with it, and go one turn more to be at home.
+    # The gradients of a block travel with it; one more turn returns them to the device
+    # that owns the block.
     nothing = torch.zeros_like(query), (torch.zeros_like(key), torch.zeros_like(value))
     carry, _ = scan(turn, (*nothing, (key, value)), turns_but_one())
     of_query, of_block = added(*carry, DEVICES - 1)
@@ -117,7 +121,7 @@ class RingAttention(torch.autograd.Function):
 
 
 def ring_attention(mesh: jax.sharding.Mesh, query, key, value, is_causal=False):
-  """Attention of whole tensors (batch, heads, length, features) that lie on a ring."""
+  """Return attention of tensors (batch, heads, length, features) sharded on a ring."""
   part = PartitionSpec(None, None, RING)
 
   @jax_shard_map(mesh=mesh, in_specs=(part, part, part), out_specs=part)
@@ -146,7 +150,7 @@ class Block(nn.Module):
 
 
 def losses(block: nn.Module, x: torch.Tensor, y: torch.Tensor) -> list[float]:
-  """Trains a few steps; returns the loss of each."""
+  """Train a few steps; return the loss of each."""
   optimizer = torch.optim.AdamW(block.parameters(), 1e-2)
 
   @jax_jit
@@ -162,7 +166,7 @@ def losses(block: nn.Module, x: torch.Tensor, y: torch.Tensor) -> list[float]:
 
 
 def gradients(attend, is_causal: bool):
-  """A compiled function of the output of attention and of its gradients."""
+  """Return a compiled function that computes attention and its gradients."""
 
   @jax_jit
   def run(query, key, value, weights):
@@ -174,7 +178,7 @@ def gradients(attend, is_causal: bool):
 
 
 def compare(attend, ring: Mesh, is_causal: bool) -> None:
-  """Prints how far the ring is from one device, and what it sends and needs."""
+  """Print the difference to one device, the collectives and the temporary memory."""
   tensors = [torch.randn(BATCH, HEADS, LENGTH, FEATURES) for _ in range(4)]
   parts = [ring.shard(t, (None, None, RING)) for t in tensors]
   whole = [t.to("jax") for t in tensors]
@@ -187,14 +191,14 @@ def compare(attend, ring: Mesh, is_causal: bool) -> None:
   sent = collectives_of(sharded, *parts)
   print(f"is_causal={is_causal}, {LENGTH} positions:")
   print("  largest difference to one device:", *[f"{d:.1e}" for d in differences])
-  print("  of the output a device has", output.jax().addressable_shards[0].data.shape)
+  print("  output on each device:", output.jax().addressable_shards[0].data.shape)
   print("  collectives:", dict(Counter(one.kind for one in sent)))
   for name, function, given in (
     ("one device", dense, whole),
-    ("of eight, each", sharded, parts),
+    ("each of eight", sharded, parts),
   ):
     memory = function.lower(*given).compile().memory_analysis()
-    print(f"  {name} needs {memory.temp_size_in_bytes} bytes beside the tensors")
+    print(f"  {name} needs {memory.temp_size_in_bytes} bytes of temporary memory")
 
 
 def main(argv) -> None:
@@ -220,6 +224,6 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-  jax.config.update("jax_num_cpu_devices", DEVICES)  # where there is no accelerator
+  jax.config.update("jax_num_cpu_devices", DEVICES)  # has no effect on accelerators
   torchax.enable_globally()
   app.run(main)

@@ -1,11 +1,14 @@
-"""Serves many requests at once, each of which draws from a stream of its own.
+"""Serve concurrent requests, each with a random stream of its own.
 
-A request names a seed, and its answer depends on that seed alone: not on the requests
-that are answered meanwhile, nor on their order. The model, which writes one character
-after another, is compiled once for all of them; between two characters other requests
-have their turn, as between two tokens of a language model.
+A request names a seed. Its answer depends on that seed alone, not on concurrent
+requests or their order. The model writes one character at a time and is compiled once
+for all requests. Between two characters other requests run, as between two tokens of a
+language model.
 
-usage: python examples/serve_requests.py [--requests=200] [--length=24]
+Prints three answers and the time for all requests. Then answers some requests alone,
+compares the answers, and fails if they differ.
+
+usage: python examples/serve_requests.py [--requests=200] [--length=24] [--checked=20]
 """
 
 import asyncio
@@ -20,16 +23,16 @@ from torch import nn
 import torchax
 from torchax.interop import jax_jit
 
-_REQUESTS = flags.DEFINE_integer("requests", 200, "How many are served at once.", 1)
-_LENGTH = flags.DEFINE_integer("length", 24, "Characters of an answer.", 1)
-_CHECKED = flags.DEFINE_integer("checked", 20, "Answers that are compared.", 1)
+_REQUESTS = flags.DEFINE_integer("requests", 200, "Concurrent requests.", 1)
+_LENGTH = flags.DEFINE_integer("length", 24, "Characters in an answer.", 1)
+_CHECKED = flags.DEFINE_integer("checked", 20, "Requests to repeat alone.", 1)
 
 CHARACTERS = string.ascii_lowercase + " .,"
 TEMPERATURE = 0.8
 
 
 class Writer(nn.Module):
-  """Writes characters; its weights are random, so it writes nonsense."""
+  """Recurrent network that writes characters; with random weights, they are noise."""
 
   def __init__(self, width=64):
     super().__init__()
@@ -39,7 +42,7 @@ class Writer(nn.Module):
     self.head = nn.Linear(width, len(CHARACTERS))
 
   def forward(self, character, memory):
-    """The next character, drawn by its probability, and the memory after it.
+    """Draw the next character; return it and the new memory.
 
     Args:
       character: int64 (1,), an index into `CHARACTERS`.
@@ -51,7 +54,7 @@ class Writer(nn.Module):
 
 
 async def answer(env, write, seed: int, length: int) -> str:
-  """The answer to one request."""
+  """Answer one request, with draws from a scope of its seed."""
   character = torch.zeros(1, dtype=torch.int64, device="jax")
   memory = torch.zeros(1, 64, device="jax")
   written = []
@@ -59,13 +62,13 @@ async def answer(env, write, seed: int, length: int) -> str:
     for _ in range(length):
       character, memory = write(character, memory)
       written.append(CHARACTERS[character.item()])
-      # Other requests are answered here; the scope is this task's all the same.
+      # Other requests run here; the scope stays active in this task only.
       await asyncio.sleep(0)
   return "".join(written)
 
 
 async def answer_all(env, write, seeds, length: int) -> list[str]:
-  """The answers to requests that are served at once."""
+  """Answer all requests concurrently."""
   return await asyncio.gather(*[answer(env, write, seed, length) for seed in seeds])
 
 
@@ -85,9 +88,9 @@ def main(_) -> None:
   checked = seeds[:: max(1, len(seeds) // _CHECKED.value)]
   alone = [asyncio.run(answer(env, write, seed, length)) for seed in checked]
   is_equal = alone == [answers[seed] for seed in checked]
-  print(f"{len(checked)} of them alone: equal answers: {is_equal}")
+  print(f"{len(checked)} repeated alone: equal answers: {is_equal}")
   if not is_equal:
-    sys.exit("a request drew from the stream of another one")
+    sys.exit("a request has drawn from the stream of another one")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,14 @@
-"""A transformer block on a mesh of 2 x 4 devices, by torch's own plans.
+"""Tensor parallelism and FSDP with torch's API, on a mesh of 2 x 4 devices.
 
+`parallelize_module` shards the linear layers of a transformer block over four devices
+("tp"). `fully_shard` shards the rest of the parameters over two ("dp"), and the batch
+is sharded over those two as well. XLA inserts the communication.
+
+Prints the collectives of a forward pass, the placements of each parameter, and the
+losses of one and of eight devices, which are equal up to rounding.
+
+usage:
   XLA_FLAGS=--xla_force_host_platform_device_count=8 python examples/tensor_parallel.py
-
-The linear layers are split over four devices ("tp"), what is left of the parameters
-over two ("dp"), and the batch over two. XLA adds the communication. The losses are
-those of one device.
 """
 
 import copy
@@ -48,7 +52,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-  """Attention and two linear layers, each with a norm before it."""
+  """Attention and two linear layers, each after a norm."""
 
   def __init__(self):
     super().__init__()
@@ -72,7 +76,7 @@ PLAN = {
 
 
 def losses(block: nn.Module, x: torch.Tensor, y: torch.Tensor) -> list[float]:
-  """Trains a few steps; returns the loss of each."""
+  """Train a few steps; return the loss of each."""
   optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
   found = []
   for _ in range(STEPS):
@@ -85,7 +89,7 @@ def losses(block: nn.Module, x: torch.Tensor, y: torch.Tensor) -> list[float]:
 
 
 def communication(block: nn.Module, x: torch.Tensor) -> dict[str, int]:
-  """The collectives of a compiled forward pass, counted."""
+  """Count the collectives of a compiled forward pass by kind."""
 
   def forward(parameters, x):
     return torch.func.functional_call(block, parameters, (x,))
@@ -117,7 +121,7 @@ def main() -> None:
   print("losses of one device:   ", *[f"{loss:.5f}" for loss in one])
   print("losses of eight devices:", *[f"{loss:.5f}" for loss in eight])
   equal = torch.allclose(torch.tensor(one), torch.tensor(eight), rtol=1e-5)
-  print("equal but for rounding:", equal)
+  print("equal up to rounding:", equal)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,16 @@
-"""Trains a small vision transformer on the digits images of scikit-learn.
+"""Train a small vision transformer on the digits images of scikit-learn.
 
-Plain PyTorch code: the model, the loss, the optimizer and its schedule are torch's, on
-device="jax"; the training step is compiled by `jax_jit`. The model and the optimizer
-are closed over: their tensors are operands of the compiled step, and so is the random
-state from which dropout and the noise on the images are drawn.
+Model, loss, optimizer and schedule are plain PyTorch on device="jax"; `jax_jit`
+compiles the training step. The step closes over the model and the optimizer: their
+tensors become operands of the compiled step. So does the random state of dropout and of
+the noise on the images.
+
+Prints the progress, the test accuracy and the time. Then trains the first steps again
+with the same seed and with another one, and compares the losses. Saves a picture of the
+loss and the accuracy.
 
 usage: python examples/train_digits.py [--seed=0] [--epochs=50] [--mode=jit|eager]
+         [--replay=20] [--picture=output/train_digits.png]
 """
 
 import dataclasses
@@ -28,21 +33,21 @@ from torchax.interop import JittableModule, jax_jit
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-_SEED = flags.DEFINE_integer("seed", 0, "Seeds weights, dropout and batch order.")
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of weights, dropout and batch order.")
 _EPOCHS = flags.DEFINE_integer("epochs", 50, "Passes over the training images.", 1)
-_MODE = flags.DEFINE_enum("mode", "jit", ["jit", "eager"], "How the steps run.")
-_PICTURE = flags.DEFINE_string("picture", "output/train_digits.png", "The curves.")
-_REPLAY = flags.DEFINE_integer("replay", 20, "Steps that are repeated to compare.", 1)
+_MODE = flags.DEFINE_enum("mode", "jit", ["jit", "eager"], "Compiled or eager steps.")
+_PICTURE = flags.DEFINE_string("picture", "output/train_digits.png", "Path of curves.")
+_REPLAY = flags.DEFINE_integer("replay", 20, "Steps to repeat for comparison.", 1)
 
 BATCH = 96
 CLASSES = 10
 PEAK_LEARNING_RATE = 3e-3
-# Standard deviation of what is added to the pixels, in [0, 1], at each step.
+# Standard deviation of the noise on the pixels, which are in [0, 1].
 NOISE = 0.2
 
 
 class VisionTransformer(nn.Module):
-  """Patches of 2×2 pixels, a class token, pre-norm transformer blocks."""
+  """Transformer of pre-norm blocks on patches of 2×2 pixels, with a class token."""
 
   def __init__(self, width=64, blocks=2, heads=4, dropout=0.1):
     super().__init__()
@@ -57,7 +62,7 @@ class VisionTransformer(nn.Module):
     self.head = nn.Linear(width, CLASSES)
 
   def forward(self, images):
-    """Images (batch, 8, 8) in [0, 1] to logits (batch, 10)."""
+    """Return logits (batch, 10) of images (batch, 8, 8) in [0, 1]."""
     batch = images.shape[0]
     patches = images.reshape(batch, 4, 2, 4, 2).permute(0, 1, 3, 2, 4)
     patches = self.embed(patches.reshape(batch, 16, 4))
@@ -77,7 +82,7 @@ class Data:
 
 
 def load_data() -> Data:
-  """The 1,797 digits that scikit-learn ships, a fifth of them for the test."""
+  """Load the 1,797 digits that scikit-learn ships; a fifth of them is for testing."""
   images, labels = load_digits(return_X_y=True)
   images = (images / 16.0).astype("float32").reshape(-1, 8, 8)
   parts = train_test_split(
@@ -90,7 +95,7 @@ def load_data() -> Data:
 
 
 class Trainer:
-  """A model, its optimizer and one training step, all from one seed."""
+  """Model, optimizer and training step, initialized from one seed."""
 
   def __init__(self, data: Data, seed: int, total_steps: int, compiled: bool):
     torch.manual_seed(seed)
@@ -99,7 +104,7 @@ class Trainer:
     self.model = VisionTransformer().to("jax")
     self.optimizer = torch.optim.AdamW(
       self.model.parameters(),
-      # A tensor, so that the schedule reaches the compiled step.
+      # A tensor becomes an operand of the compiled step, so the schedule can change it.
       lr=torch.tensor(PEAK_LEARNING_RATE, device="jax"),
       weight_decay=0.05,
       capturable=True,
@@ -109,7 +114,7 @@ class Trainer:
     )
     self.predict = JittableModule(self.model)
     self.losses: list[float] = []
-    # The first step runs eagerly: AdamW makes its state there.
+    # The first step runs eagerly: AdamW creates its state in it.
     self.step = self._step
     self.train_on(next(self.epoch()))
     if compiled:
@@ -124,12 +129,12 @@ class Trainer:
     return loss.detach()
 
   def epoch(self):
-    """Rows of the batches of one epoch, in random order."""
+    """Yield the row indices of each batch of one epoch, in random order."""
     order = torch.randperm(len(self.data.train_labels), generator=self.batches)
     yield from order.split(BATCH)[: len(order) // BATCH]
 
   def train_on(self, rows: torch.Tensor) -> torch.Tensor:
-    """One step; returns the loss."""
+    """Run one training step on these rows; return the loss."""
     rows = rows.to("jax")
     loss = self.step(self.data.train_images[rows], self.data.train_labels[rows])
     self.schedule.step()
@@ -137,7 +142,7 @@ class Trainer:
     return loss
 
   def accuracy(self) -> float:
-    """The share of test images that are classified right."""
+    """Return the fraction of test images that are classified correctly."""
     self.model.eval()
     with torch.no_grad():
       classes = self.predict(self.data.test_images).argmax(dim=-1)
@@ -146,7 +151,7 @@ class Trainer:
 
 
 def replay_losses(trainer: Trainer, steps: int) -> list[float]:
-  """The losses of the first steps of a run, trained here as far as needed."""
+  """Train until `steps` losses are recorded; return those of the first `steps`."""
   while len(trainer.losses) < steps:
     for rows in itertools.islice(trainer.epoch(), steps - len(trainer.losses)):
       trainer.train_on(rows)
@@ -163,7 +168,7 @@ def _progress(epoch: int, epochs: int, text: str) -> None:
 
 
 def train(trainer: Trainer, epochs: int) -> list[float]:
-  """Trains for some epochs; returns the test accuracy after each."""
+  """Train for some epochs; return the test accuracy after each."""
   accuracies = []
   for epoch in range(epochs):
     for rows in trainer.epoch():
@@ -176,7 +181,7 @@ def train(trainer: Trainer, epochs: int) -> list[float]:
 
 
 def draw_curves(path: str, losses: list[float], accuracies: list[float]) -> None:
-  """Saves a picture of the training loss by step and the test accuracy by epoch."""
+  """Save a picture of the training loss by step and the test accuracy by epoch."""
   figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
   left.plot(losses, linewidth=0.8)
   left.set(title="Training loss", xlabel="step", ylabel="cross entropy", yscale="log")
@@ -190,7 +195,7 @@ def draw_curves(path: str, losses: list[float], accuracies: list[float]) -> None
 
 
 def main(_) -> None:
-  """Trains, reports, compares seeds and saves the picture."""
+  """Train, report, compare seeds and save the picture."""
   torchax.enable_globally()
   start = time.perf_counter()
   data = load_data()
@@ -207,11 +212,11 @@ def main(_) -> None:
   other = replay_losses(Trainer(data, seed + 1, steps, compiled), len(first))
   same = first == again
   print(f"seed {seed} again, {len(first)} steps: equal losses, bit for bit: {same}")
-  print(f"seed {seed + 1}, {len(first)} steps: other losses: {first != other}")
+  print(f"seed {seed + 1}, {len(first)} steps: different losses: {first != other}")
   draw_curves(_PICTURE.value, losses, accuracies)
-  print(f"curves in {_PICTURE.value}")
+  print(f"curves saved to {_PICTURE.value}")
   if not same or first == other:
-    raise SystemExit("the same seed must give the same losses, and another seed others")
+    raise SystemExit("equal seeds must give equal losses, other seeds different ones")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Trains a small network in two processes, and goes on after it was killed.
+r"""Train a small network in two processes, and resume from a checkpoint.
 
-Each process reads its own rows; the parameters are in parts on all devices (FSDP). The
-numbers are those of a single process. With `--until` the run ends early, as if killed;
-the next run of the same command goes on from the last checkpoint, with the same
-numbers.
+Each process reads its own rows; the parameters are sharded over all devices (FSDP). The
+losses equal those of a single process. With `--until` the run ends early, as if killed;
+the next run with the same `--checkpoints` resumes from the last checkpoint, and its
+losses equal those of an uninterrupted run.
+
+Prints the loss of each step, as a hexadecimal number so that all bits can be compared.
 
 usage: JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=2 \
          torchrun --standalone --nproc-per-node=2 examples/train_in_processes.py \
@@ -16,7 +18,7 @@ from absl import app, flags
 
 from torchax import processes
 
-processes.initialize()  # the first line: before anything uses a device
+processes.initialize()  # must come before anything uses a device
 
 import jax  # noqa: E402
 import torch  # noqa: E402
@@ -26,15 +28,15 @@ from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 import torchax  # noqa: E402
 from torchax.interop import jax_jit  # noqa: E402
 
-_STEPS = flags.DEFINE_integer("steps", 20, "Steps of the whole run.", 1)
-_UNTIL = flags.DEFINE_integer("until", None, "The step after which this run ends.")
-_CHECKPOINTS = flags.DEFINE_string("checkpoints", None, "A directory for them.")
+_STEPS = flags.DEFINE_integer("steps", 20, "Training steps in all.", 1)
+_UNTIL = flags.DEFINE_integer("until", None, "Number of steps after which to stop.")
+_CHECKPOINTS = flags.DEFINE_string("checkpoints", None, "Directory of checkpoints.")
 
 ROWS, BATCH, WIDTH = 256, 32, 16
 
 
 def data() -> torch.Tensor:
-  """(ROWS, WIDTH) numbers; a program of yours reads its rows from files."""
+  """Return (ROWS, WIDTH) random numbers; a real program reads its rows from files."""
   return torch.randn(
     ROWS, WIDTH, device="cpu", generator=torch.Generator().manual_seed(0)
   )
@@ -48,7 +50,7 @@ def main(_) -> None:
   )
   parts = NamedSharding(mesh, PartitionSpec("data"))
 
-  torch.manual_seed(0)  # the same in all processes: they hold parts of one model
+  torch.manual_seed(0)  # the same in all processes: they hold shards of one model
   model = torch.nn.Sequential(
     torch.nn.Linear(WIDTH, 64), torch.nn.ReLU(), torch.nn.Dropout(0.1)
   )
@@ -76,7 +78,7 @@ def main(_) -> None:
     torch.jax.set_rng_state(state["rng"])
     start = state["step"]
 
-  # The position of the data is the number of the step.
+  # The number of the step is the position in the data.
   batches = processes.Batches(ROWS, BATCH, parts, seed=0, start=start)
   loader = torch.utils.data.DataLoader(data(), batch_sampler=batches)
   for number, local in zip(range(start, _UNTIL.value or _STEPS.value), loader):

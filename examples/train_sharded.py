@@ -1,8 +1,11 @@
-"""Trains a transformer on eight devices: parameters divided by size, and by rules.
+"""Train a transformer on eight devices, with FSDP and with tensor parallelism.
 
-The model is made on the mesh, part by part, and its batch is divided. The losses are
-those of one device, dropout included. Without accelerators the devices are eight of the
-CPU.
+FSDP shards each parameter over all devices. Tensor parallelism shards them by rules for
+their names. The model is initialized on the mesh, shard by shard, and the batch is
+sharded too. Without accelerators, JAX splits the CPU into eight devices.
+
+Prints the losses on one device and on each mesh, dropout included, the largest
+difference between them, and the shape of a weight on each device.
 
 usage: python examples/train_sharded.py [--steps=8]
 """
@@ -17,7 +20,7 @@ import torchax
 from torchax.interop import jax_jit
 from torchax.mesh_util import Mesh, ShardingRules, SingleAxisSharder
 
-_STEPS = flags.DEFINE_integer("steps", 8, "Steps of training.", 1)
+_STEPS = flags.DEFINE_integer("steps", 8, "Training steps.", 1)
 
 DEVICES = 8
 TOKENS = 32
@@ -27,7 +30,7 @@ BATCH = 16
 
 
 class Model(nn.Module):
-  """Predicts the next token."""
+  """Transformer layer that predicts the next token."""
 
   def __init__(self):
     super().__init__()
@@ -43,13 +46,13 @@ class Model(nn.Module):
 
 
 def fsdp() -> Mesh:
-  """All devices along one axis; each has its part of each parameter."""
+  """Return a mesh with one axis; each device holds a shard of each parameter."""
   sharder = SingleAxisSharder("fsdp", DEVICES, replicate_unshardable=True)
   return Mesh(jax.make_mesh((DEVICES,), ("fsdp",)), sharder)
 
 
 def tensor_parallel() -> Mesh:
-  """Two devices share each product of the layer, and four pairs share the batch."""
+  """Return a mesh of 4 × 2: four shards of the batch, two of each matrix product."""
   rules = ShardingRules(
     [
       ("*.in_proj_weight", ("model", None)),
@@ -63,7 +66,7 @@ def tensor_parallel() -> Mesh:
 
 
 def train(model: nn.Module, tokens, labels) -> list[float]:
-  """The losses of some steps on one batch."""
+  """Train on one batch; return the loss of each step."""
   optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
 
   @jax_jit
@@ -97,11 +100,11 @@ def main(argv) -> None:
     part = tuple(weight.jax().addressable_shards[0].data.shape)
     difference = max(abs(a - b) for a, b in zip(losses, expected))
     print(f"{mesh}: loss {losses[0]:.4f}, then {losses[-1]:.4f}")
-    print(f"  of a weight of {tuple(weight.shape)} a device has {part}")
+    print(f"  weight {tuple(weight.shape)}: each device holds {part}")
     print(f"  largest difference to one device: {difference:.1e}")
 
 
 if __name__ == "__main__":
-  jax.config.update("jax_num_cpu_devices", DEVICES)  # where there is no accelerator
+  jax.config.update("jax_num_cpu_devices", DEVICES)  # has no effect on accelerators
   torchax.enable_globally()
   app.run(main)

@@ -1,4 +1,4 @@
-"""The examples run, and do what they say."""
+"""Examples: each runs and prints the results that its docstring promises."""
 
 import os
 import re
@@ -31,7 +31,7 @@ def test_train_digits_reaches_97_percent_and_repeats_itself(tmp_path):
   accuracy = float(re.search(r"test accuracy ([\d.]+) after", output)[1])
   assert accuracy >= 0.97
   assert "equal losses, bit for bit: True" in output
-  assert "other losses: True" in output
+  assert "different losses: True" in output
   assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -50,7 +50,7 @@ def test_train_sharded_has_the_losses_of_one_device():
   output = _run("train_sharded.py")
   differences = re.findall(r"largest difference to one device: (\S+)", output)
   assert len(differences) == 2 and all(float(d) < 1e-5 for d in differences)
-  parts = re.findall(r"of a weight of \(32, 16\) a device has (.*)", output)
+  parts = re.findall(r"weight \(32, 16\): each device holds (.*)", output)
   assert parts == ["(4, 16)", "(16, 16)"]
   first, last = re.search(r"one device: loss (\S+), then (\S+)", output).groups()
   assert float(last) < float(first) - 0.5
@@ -71,20 +71,20 @@ def test_a_block_in_parts_on_eight_devices_trains_as_on_one():
     JAX_PLATFORMS="cpu",
   )
   assert "{'all-reduce': 2, 'all-gather': 0, 'reduce-scatter': 0," in output
-  assert "equal but for rounding: True" in output
+  assert "equal up to rounding: True" in output
 
 
 def test_ring_attention_equals_attention_and_gathers_nothing():
   output = _run("ring_attention.py")
   differences = re.findall(r"one device: (\S+) (\S+) (\S+) (\S+)$", output, re.M)
   assert len(differences) == 2  # causal, and not
-  # Of the output and of three gradients, all of magnitude 1, in float32.
+  # Differences of the output and of three gradients: magnitude 1, float32.
   assert all(float(d) < 5e-6 for row in differences for d in row)
-  # Keys and values in the loop forward, their gradients too in that backward, and the
-  # gradients once more on their way home.
+  # Two in the forward loop (keys, values), four in the backward loop (their gradients
+  # too), and two after it, which return the gradients to their devices.
   assert output.count("collectives: {'collective-permute': 8}") == 2
-  assert output.count("of the output a device has (2, 2, 128, 16)") == 2
-  needs = r"(?:one device|of eight, each) needs (\d+) bytes"
+  assert output.count("output on each device: (2, 2, 128, 16)") == 2
+  needs = r"(?:one device|each of eight) needs (\d+) bytes"
   memory = [int(size) for size in re.findall(needs, output)]
   assert len(memory) == 4 and all(
     30 * ring < dense for dense, ring in zip(memory[::2], memory[1::2], strict=True)
@@ -96,8 +96,8 @@ def test_ring_attention_equals_attention_and_gathers_nothing():
 
 def test_pipeline_has_gradients_and_losses_of_the_plain_model():
   output = _run("pipeline.py")
-  assert "of the weights (4, 128, 32) a device has (1, 128, 32)" in output
-  # One in the loop forward and one in that backward; the result goes to all.
+  assert "weights (4, 128, 32): each device holds (1, 128, 32)" in output
+  # One in the forward loop, one in the backward loop; a broadcast of the result.
   assert "{'collective-permute': 2, 'all-reduce': 1}" in output
   assert "works in 8 of 11 ticks: a bubble of 27%" in output
   difference = re.search(r"relative difference of the gradients: (\S+)", output)[1]
@@ -108,7 +108,7 @@ def test_pipeline_has_gradients_and_losses_of_the_plain_model():
 
 
 def _losses_in_processes(*flags: str) -> list[str]:
-  """The losses of a run of two processes, by step."""
+  """Run the example in two processes; return the loss of each step."""
   result = worlds.launch(2, EXAMPLES / "train_in_processes.py", *flags, devices=2)
   assert result.returncode == 0, result.stdout[-3000:]
   return re.findall(r"\[default0\]:(step \d+ loss \S+)", result.stdout)
