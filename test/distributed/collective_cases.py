@@ -3,7 +3,7 @@
 usage:
   XLA_FLAGS=--xla_force_host_platform_device_count=8 python collective_cases.py out.json
 
-The laws are those of `torch.distributed`. numpy computes the expected results from the
+`torch.distributed` defines the laws. numpy computes the expected results from the
 tensors of the members: row i of `ROWS` is the tensor of member i of the axis "tp".
 """
 

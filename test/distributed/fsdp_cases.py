@@ -1,4 +1,4 @@
-"""Laws of `fully_shard`, which trains as on one device. `dtensor_cases.py` runs them."""
+"""Laws of `fully_shard`, which trains as one device. `dtensor_cases.py` runs them."""
 
 import copy
 

@@ -109,7 +109,7 @@ CASES = {
 SIZES = (2, 4)
 
 
-# In torch, only the sum of all_reduce has a gradient. The gradient of broadcast is that
+# In torch, only the sum of all_reduce has a gradient. That of broadcast is the gradient
 # of a copy: it stays with each member and does not go to the source.
 WITHOUT_GRADIENT = (
   *("all_reduce product", "all_reduce min", "all_reduce max"),

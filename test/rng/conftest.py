@@ -1,4 +1,4 @@
-"""Every test here starts at seed 0, and JAX refuses raw uint32 keys throughout."""
+"""Fixtures of the random tests: each starts at seed 0; JAX refuses raw uint32 keys."""
 
 import jax
 import pytest
@@ -14,7 +14,7 @@ def env():
 
 @pytest.fixture(autouse=True)
 def typed_keys_only():
-  """A key without its type would raise wherever it is used."""
+  """Raise whenever a key without a key dtype is used."""
   with jax.legacy_prng_key("error"):
     yield
 

@@ -1,9 +1,10 @@
-"""What `test_devices.py` runs in a process of its own for each number of devices.
+"""Draws on several devices; `test_devices.py` runs it for each number of devices.
 
+usage:
   XLA_FLAGS=--xla_force_host_platform_device_count=4 python device_program.py out.npz
 
-It writes arrays by name. Those named "sharded …" must not depend on the number of
-devices; those named "shards …" are made on 8 devices only.
+It writes arrays by name. Arrays named "sharded …" must not depend on the number of
+devices; arrays named "shards …" are drawn on 8 devices only.
 """
 
 import sys
@@ -27,7 +28,7 @@ ROWS, COLUMNS = 256, 128
 
 
 def _draws(x) -> dict:
-  """Draws of shape (8, 16) and one of a replicated shape."""
+  """Return draws of shape (8, 16) and one of a replicated shape."""
   return {
     "mask": F.dropout(x, 0.5),
     "normal": torch.randn_like(x),
@@ -40,7 +41,7 @@ def _draws(x) -> dict:
 
 
 def sharded_draws(mesh) -> dict:
-  """Draws of a compiled function whose arguments and results are sharded."""
+  """Return draws of a compiled function with sharded arguments and results."""
   rows = NamedSharding(mesh, PartitionSpec("data"))
   draw = jax_jit(_draws, {"in_shardings": rows, "out_shardings": rows})
   torch.manual_seed(1)
@@ -60,7 +61,7 @@ def _model():
 
 
 def training(mesh, spec: PartitionSpec) -> dict:
-  """Losses and dropout masks of some steps, with parameters placed by `spec`."""
+  """Return losses and dropout masks of some steps; `spec` shards the parameters."""
   model = _model()
   params = {name: p.detach() for name, p in model.named_parameters()}
   rows = NamedSharding(mesh, PartitionSpec("data"))
@@ -97,7 +98,7 @@ POLICIES = {
 
 
 def shards(mesh) -> dict:
-  """What 4 x 2 shards draw by each policy, eager and compiled, and its gradient."""
+  """Return draws of 4 × 2 shards by each policy, eager and compiled, and a gradient."""
   spec = PartitionSpec("data", "model")
   options = {"mesh": mesh, "in_specs": (spec,), "out_specs": spec}
   weight = torch.ones(COLUMNS // 2, device="jax", requires_grad=True)

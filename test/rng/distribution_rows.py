@@ -1,6 +1,6 @@
-"""The classes of `torch.distributions` as rows: parameters, mistakes, laws.
+"""Rows for the classes of `torch.distributions`: parameters, mistakes, laws.
 
-`test_distributions.py` asserts what must hold of each.
+`test_distributions.py` asserts what must hold for each.
 """
 
 import dataclasses
@@ -20,17 +20,17 @@ class Row:
   """One distribution.
 
   Attributes:
-    build: the class, or a function that builds one from the parameters.
-    parameters: CPU tensors (others are passed as they are), by name.
+    build: the class, or a function that builds a distribution from the parameters.
+    parameters: name -> CPU tensor (other values are passed unchanged).
     bad: a parameter and a value that torch refuses.
-    law: what `view` of a sample follows; its arrays stand for the columns.
-    view: an array of samples of shape (N, …) -> numbers of shape (N,) or (N, columns).
-    cls: the class, where `build` is a function.
-    undrawable: why a compiled function cannot draw from it.
-    unchecked: why it can be built in a compiled function with validate_args=False only.
-    gradient_rtol: tolerance of a sample's gradient beside its largest element, if not
-      that of the dtype.
-    no_gradient: why CPU torch has no gradient of a sample.
+    law: distribution of `view` of a sample; an array in it has an element per column.
+    view: array of samples (N, …) -> numbers of shape (N,) or (N, columns).
+    cls: the class, if `build` is a function.
+    undrawable: reason why a compiled function cannot draw from it.
+    unchecked: reason why a compiled function needs validate_args=False to build it.
+    gradient_rtol: tolerance of a sample's gradient relative to its largest element;
+      by default that of the dtype.
+    no_gradient: reason why CPU torch has no gradient of a sample.
   """
 
   build: Callable
@@ -64,17 +64,17 @@ _weights = WEIGHTS.double().numpy()
 _covariance = COVARIANCE.double().numpy()
 _std = np.sqrt(np.diag(_covariance))
 _normal = stats.norm(_loc, _scale)
-# A sum of the coordinates, which sees their correlation, and the coordinates.
+# Views: the sum of the coordinates, which depends on their correlation, and each one.
 _with_sum = lambda drawn: np.column_stack([drawn, drawn.sum(-1)])  # noqa: E731
 _normal_with_sum = stats.norm([0, 1, 1], [*_std, np.sqrt(_covariance.sum())])
 
-# The rates of fall that belong to continuous Bernoulli probabilities of 0.2 and 0.3.
+# Rates of decay that belong to continuous Bernoulli probabilities of 0.2 and 0.3.
 _falls = -_logit(np.array([0.2, 0.3]))
 
 _SQUARE_ROOT = "torch branches on whether the matrix is symmetric, which has no value"
 
-# For the derivative of a gamma or beta variable by its concentration torch evaluates
-# fits that are good to three digits: aten/src/ATen/native/Distributions.h.
+# torch computes the derivative of a gamma or beta variable by its concentration with
+# fits that are accurate to three digits: aten/src/ATen/native/Distributions.h.
 FIT_RTOL = 5e-3
 
 ROWS = {
@@ -126,7 +126,7 @@ ROWS = {
     D.ContinuousBernoulli,
     {"probs": PROBS},
     ("probs", t([0.2, 1.5])),
-    # A truncated exponential; the one of 0.7 is the mirror image of that of 0.3.
+    # A truncated exponential; the law for 0.7 mirrors that for 0.3.
     stats.truncexpon(
       -_logit(np.array([0.2, 0.3])), 0, -1 / _logit(np.array([0.2, 0.3]))
     ),
@@ -218,7 +218,7 @@ ROWS = {
     {"dim": 3, "concentration": t(1.5)},
     ("concentration", t(-1.0)),
     # For an LKJ matrix of correlations r: (r + 1) / 2 is Beta with η - 1 + d/2 twice.
-    # Of torch's samples this is true of the first correlation only: from the third row
+    # In torch's samples this holds only for the first correlation. From the third row
     # on, the squared radius is Beta(k - 1/2, …) in torch and Beta(k/2, …) in its source
     # (Lewandowski et al. 2009, https://doi.org/10.1016/j.jmva.2009.04.008, 3.2).
     stats.beta(2.0, 2.0),
@@ -240,7 +240,7 @@ ROWS = {
     D.LogisticNormal,
     {"loc": LOC, "scale": SCALE},
     ("scale", t([0.0, 1.0])),
-    # The first of three sticks is σ(y - log 2), the second breaks what is left.
+    # The first of three sticks is σ(y - log 2); the second breaks the rest.
     _normal,
     view=lambda drawn: np.stack(
       [
@@ -408,7 +408,7 @@ ROWS = {
 }
 
 
-# Pairs with a formula for the divergence, each as two rows or one row twice.
+# Pairs with a formula for the divergence: two rows, or one row twice.
 KL_PAIRS = (
   ("Bernoulli", "Bernoulli"),
   ("Beta", "Beta"),

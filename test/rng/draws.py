@@ -1,4 +1,4 @@
-"""A draw by each way of torch, of a tensor of shape (6,) with numbers in (0, 1)."""
+"""Draws with each of torch's APIs, of a tensor of shape (6,) with numbers in (0, 1)."""
 
 import torch
 import torch.nn.functional as F

@@ -1,9 +1,9 @@
-"""Goodness of fit: how the statistical tests decide, and over how many seeds.
+"""Goodness of fit: decisions of the statistical tests, and their seeds.
 
-A row draws `N` numbers from each of `SEEDS` seeds. For every seed a Kolmogorov-Smirnov
-test (continuous) or a chi-square test (discrete) gives a p-value; none may be below
-1e-3 divided by the number of tests, and those of a row must look uniform themselves.
-One seed would be no evidence. Seeds are fixed, so a row either always passes or never.
+A row draws `N` numbers from each of `SEEDS` seeds. For every seed, a Kolmogorov-Smirnov
+test (continuous) or a chi-square test (discrete) gives a p-value. None may be below
+1e-3 divided by the number of tests, and the p-values of a row must be uniform. One seed
+would be no evidence. Seeds are fixed, so the result of a row is deterministic.
 
 `make test-statistics` sets TORCHAX_SEEDS_FACTOR, which multiplies the number of seeds.
 """
@@ -18,19 +18,19 @@ FACTOR = int(os.environ.get("TORCHAX_SEEDS_FACTOR", "1"))
 SEEDS = 20 * FACTOR
 N = 10_000
 SIGMAS = 5
-# Of a whole file: how often a true null hypothesis may be rejected.
+# Probability that a whole file rejects a true null hypothesis.
 FALSE_ALARMS = 1e-3
 
 
 class Cdf:
-  """A continuous law that scipy does not have, by its distribution function."""
+  """Continuous law that scipy does not have, defined by its distribution function."""
 
   def __init__(self, cdf: Callable):
     self.cdf = cdf
 
 
 def least_p(rows: int) -> float:
-  """The least p-value for a file of `rows` rows: `SEEDS` tests and one of uniformity.
+  """Return the least p-value for `rows` rows: `SEEDS` tests and one of uniformity.
 
   >>> least_p(rows=1) < FALSE_ALARMS / 20
   True
@@ -39,7 +39,7 @@ def least_p(rows: int) -> float:
 
 
 def p_of_categories(drawn: np.ndarray, probabilities: np.ndarray) -> float:
-  """Chi-square of the numbers 0, 1, … against their probabilities."""
+  """Return the p-value of a chi-square test of categories 0, 1, …."""
   counts = np.bincount(drawn.astype(int), minlength=len(probabilities))
   assert len(counts) == len(probabilities) and not counts[probabilities == 0].any()
   possible = probabilities > 0
@@ -47,7 +47,7 @@ def p_of_categories(drawn: np.ndarray, probabilities: np.ndarray) -> float:
 
 
 def p_of_integers(drawn: np.ndarray, law) -> float:
-  """Chi-square over the integers that are likely enough, and the rest beside them."""
+  """Return the p-value of a chi-square test of integers, with rare ones pooled."""
   low = int(law.support()[0])
   values = np.arange(low, low + 256)
   likely = values[law.pmf(values) * len(drawn) >= 5]
@@ -56,7 +56,7 @@ def p_of_integers(drawn: np.ndarray, law) -> float:
   rest, others = 1 - probabilities.sum(), len(drawn) - counts.sum()
   if rest * len(drawn) >= 5:
     probabilities, counts = np.append(probabilities, rest), np.append(counts, others)
-  else:  # too few are expected for a test of their own, but they do count
+  else:  # too rare for a bin of their own, so they share one
     rarest = probabilities.argmin()
     probabilities[rarest] += rest
     counts[rarest] += others
@@ -66,18 +66,18 @@ def p_of_integers(drawn: np.ndarray, law) -> float:
 
 
 def p_of_grid(drawn: np.ndarray, law, grid: float) -> float:
-  """Chi-square of 16 intervals whose bounds lie between the points of the grid."""
+  """Return the p-value of a chi-square test on 16 intervals between grid points."""
   counts = np.bincount(((law.cdf(drawn) + grid / 2) * 16).astype(int), minlength=16)
   return stats.chisquare(counts).pvalue
 
 
 def p_value(drawn: np.ndarray, law, grid: float = 0.0) -> float:
-  """The p-value of numbers of shape (n,) under a law.
+  """Return the p-value of numbers of shape (n,) under a law.
 
   Args:
     drawn: the numbers.
     law: a frozen scipy distribution, a `Cdf`, or the probabilities of 0, 1, ….
-    grid: the spacing of the uniform numbers underneath, for narrow floats.
+    grid: the spacing of the underlying uniform numbers, for narrow floats.
   """
   if isinstance(law, np.ndarray):
     return p_of_categories(drawn, law)
@@ -89,7 +89,7 @@ def p_value(drawn: np.ndarray, law, grid: float = 0.0) -> float:
 
 
 def require_good(p_values: Sequence[float], rows: int) -> None:
-  """No p-value is too small, and together they are uniform."""
+  """Assert that no p-value is too small, and that together they are uniform."""
   p_values = np.asarray(p_values)
   assert p_values.min() > least_p(rows), p_values
   uniformity = stats.kstest(p_values, "uniform").pvalue
@@ -97,9 +97,9 @@ def require_good(p_values: Sequence[float], rows: int) -> None:
 
 
 def require_independent(masks) -> None:
-  """No two rows of shape (n,) are correlated, nor any row with itself shifted.
+  """Assert that no two rows of shape (n,), and no row and its shift, are correlated.
 
-  The bound is 5 / sqrt(n), or more where so many pairs would pass it by chance.
+  The bound is 5 / sqrt(n), or more if so many pairs would exceed it by chance.
   """
   masks = np.asarray(masks, float)
   shifts = (1, 2, 7, 100)

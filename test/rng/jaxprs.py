@@ -1,10 +1,10 @@
-"""What a jaxpr consists of."""
+"""Equations of jaxprs."""
 
 import jax
 
 
 def equations(jaxpr):
-  """The equations of a jaxpr and of those inside of them."""
+  """Yield the equations of a jaxpr and of the jaxprs inside."""
   for equation in jaxpr.eqns:
     yield equation
     for inner in jax.tree.leaves(

@@ -1,7 +1,7 @@
-"""Each sampler and dtype with its law, beside the form of it that `jax.random` has.
+"""Samplers by dtype, with their laws and their counterparts in `jax.random`.
 
-`test_sampler_table.py` asserts what must hold of each row and records what the table in
-`docs/samplers.md` shows.
+`test_sampler_table.py` asserts what must hold for each row and records the properties
+for the table in `docs/samplers.md`.
 """
 
 import contextlib
@@ -25,10 +25,10 @@ class Row:
 
   Attributes:
     ours: `(key, shape, dtype) -> array`.
-    theirs: the same by `jax.random`; None where it has no such sampler.
+    theirs: the sampler of `jax.random`, or None if it has none.
     law: a frozen scipy distribution.
-    dtypes: of the result.
-    has_ends: False for what tries until a number is accepted.
+    dtypes: dtypes of the result.
+    has_ends: False for rejection samplers, whose results have no least and greatest.
   """
 
   ours: Callable
@@ -132,11 +132,11 @@ ROWS = {
 
 @contextlib.contextmanager
 def all_words(first: int, second: int | None = None):
-  """Every random word is `first`, and the second one of an element `second`.
+  """Make every random word `first`, and the second word of an element `second`.
 
   Args:
-    first, second: Python ints of 32 bits; a word of another width repeats them or is a
-      part of them.
+    first, second: Python ints of 32 bits; a word of another width repeats or truncates
+      them.
   """
   second = first if second is None else second
 

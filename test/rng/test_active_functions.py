@@ -1,4 +1,4 @@
-"""Who is running: calls of modules are followed while somebody asks for sites."""
+"""Active functions: calls of modules are tracked while a program asks for sites."""
 
 import asyncio
 import threading
@@ -24,14 +24,14 @@ def by_site(env):
 
 
 class Noise(torch.nn.Module):
-  """Adds numbers that show which draw it was."""
+  """Module that adds numbers that identify their draw."""
 
   def forward(self, x):
     return x + torch.rand(6, device="jax")
 
 
 class Pair(torch.nn.Module):
-  """Two modules, and a draw of its own."""
+  """Two modules and a draw of its own."""
 
   def __init__(self):
     super().__init__()
@@ -60,7 +60,7 @@ def _is_followed() -> bool:
 
 @pytest.fixture
 def nobody_asks(monkeypatch):
-  """Calls of modules as torch has them, whatever other tests have left alive."""
+  """Restore torch's own calls of modules, whatever earlier tests have left alive."""
   call = torch.nn.Module.__call__
   torch.nn.Module.__call__ = active_functions._originals.get(call, call)
   monkeypatch.setattr(active_functions, "following", active_functions._Following())
@@ -82,7 +82,7 @@ def test_torch_is_as_it_was_where_nobody_asks(env, nobody_asks):
     assert _is_followed()
     Pair()(_x())
     torchax.rng.address_by("order")
-    Pair()(_x())  # the stream gives up its sites
+    Pair()(_x())  # the stream stops using sites
   assert torch.nn.Module.__call__ is original
 
 
@@ -124,7 +124,7 @@ def test_hooks_draw_at_the_site_of_their_module(by_site):
 
 
 class Interrupted(BaseException):
-  """What no hook of torch sees."""
+  """Module whose interruption no hook of torch reports."""
 
 
 @pytest.mark.parametrize("error", [ValueError, Interrupted, KeyboardInterrupt])
@@ -178,7 +178,7 @@ def test_inside_something_else_is_refused(by_site):
 
 
 class Recomputed(torch.nn.Module):
-  """Runs a part of itself again in the backward pass, by a method."""
+  """Module with a method that runs a part of it again in the backward pass."""
 
   def __init__(self, use_reentrant):
     super().__init__()
@@ -210,7 +210,7 @@ def test_a_method_that_is_run_again_draws_the_same(by_site, use_reentrant, wrap)
 
 
 def test_more_checkpoints_than_could_be_counted_draw_the_same(by_site):
-  """The modules that ran when a state was saved are kept while the state is alive."""
+  """A saved state keeps the modules that were active alive as long as itself."""
 
   class Layers(torch.nn.Module):
     def __init__(self):
@@ -286,7 +286,7 @@ def test_a_copied_module_has_the_paths_of_the_original(by_site):
 
 
 def test_scope_by_site_starts_its_paths_at_the_scope(env):
-  """Modules outside of the scope are not followed, so they are not in the paths."""
+  """Modules outside of the scope are not tracked, so they are not in the paths."""
 
   class Net(torch.nn.Module):
     def __init__(self):

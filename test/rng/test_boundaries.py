@@ -1,7 +1,7 @@
-"""What crosses a boundary besides the key: arguments, shardings, changes in place.
+"""Boundaries pass arguments, shardings and in-place changes correctly.
 
 Boundaries are `jax_jit`, `jax_value_and_grad`, `gradient_checkpoint` and
-`JittableModule`. What they draw is in `test_laws.py`.
+`JittableModule`. Laws of their draws are in `test_laws.py`.
 """
 
 import jax
@@ -32,7 +32,7 @@ def _same(first, second) -> bool:
   return len(first) == len(second) and all(map(torch.equal, first, second))
 
 
-# The user's arguments are untouched --------------------------------------------------
+# The user's arguments are unchanged --------------------------------------------------
 
 
 def test_static_arguments_are_those_of_the_user():
@@ -209,7 +209,7 @@ def test_compiled_function_follows_the_training_mode_of_modules(of):
   count = len(traces)
   drop.eval()
   run(x)
-  assert len(traces) == count  # both were compiled before
+  assert len(traces) == count  # both programs are compiled already
 
 
 @pytest.mark.parametrize("wrap", [jax_jit, gradient_checkpoint])

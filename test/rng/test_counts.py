@@ -1,7 +1,7 @@
-"""Law 1 where counts run out: after 2**30 draws a stream takes a new key.
+"""Law 1 at the end of the counts: after 2**30 draws a stream takes a new key.
 
-A compiled call has the key with which it begins: the one call that counts past the end
-draws on with it, and its caller's stream takes the new key when the call returns.
+A compiled call keeps the key with which it begins. If a call counts past the end, it
+continues with that key, and its caller's stream takes the new key after the call.
 """
 
 import jax
@@ -23,9 +23,9 @@ from torchax.rng import RngState
 from torchax.rng import state as rng_state
 
 LAST = rng_state.REKEY_AT - 1
-# No call that begins there counts past the end: before it, at it, and after it.
+# No call with one of these starts counts past the end: before it, at it, after it.
 COUNTS = (LAST - 20, LAST + 1, 2**31 + 5)
-# Calls that begin there do.
+# Every call with one of these starts counts past the end.
 CROSSING = (LAST - 1, LAST)
 
 
@@ -168,7 +168,7 @@ def _run_at_a_site(env, program, count):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_site_has_as_many_draws_as_a_stream(env, name):
-  """A site re-keys as a stream does, in eager code and after compiled calls."""
+  """A site rekeys as a stream does, in eager code and after compiled calls."""
   eager, compiled = PROGRAMS[name]
   for count in SITE_COUNTS:
     expected = _run_at_a_site(env, eager, count)

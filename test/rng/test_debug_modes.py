@@ -1,6 +1,6 @@
-"""Every boundary passes JAX's own checks: for keys used twice, and for leaked tracers.
+"""Boundaries pass JAX's checks for reused keys and for leaked tracers.
 
-Raw uint32 keys are refused in all tests of this folder (`conftest.py`).
+All tests of this folder refuse raw uint32 keys (`conftest.py`).
 """
 
 import contextlib
@@ -42,7 +42,7 @@ def _while(x):
 
 
 def _with_changes(x):
-  """A loop whose body changes what it closes over."""
+  """Loop whose body changes a tensor that it closes over."""
   noise = torch.zeros(4, device="jax")
   return scan(lambda c, _: (c + noise.uniform_(), None), x, length=2)[0] + noise
 
@@ -63,7 +63,7 @@ def _of_loss(function):
 
 
 def _by_torch(function):
-  """Torch's gradient around a function."""
+  """Return a function that computes torch's gradient of a function."""
 
   def gradient(x):
     leaf = x.detach().requires_grad_()

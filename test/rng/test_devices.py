@@ -1,4 +1,4 @@
-"""What is drawn on several devices: sharded arrays, and shards with a policy.
+"""Draws on several devices: sharded arrays, and shards with a policy.
 
 `device_program.py` runs once for each number of devices, in a process of its own.
 """
@@ -27,7 +27,7 @@ _PROGRAM = pathlib.Path(__file__).with_name("device_program.py")
 
 @pytest.fixture(scope="module")
 def arrays(tmp_path_factory) -> dict[int, dict[str, np.ndarray]]:
-  """What the program wrote, by the number of devices."""
+  """Return the arrays that the program wrote, by the number of devices."""
   folder = tmp_path_factory.mktemp("devices")
   running = {}
   for count in COUNTS:
@@ -79,14 +79,14 @@ each_policy = pytest.mark.parametrize("policy", POLICIES)
 
 
 def _shards(array) -> np.ndarray:
-  """Shape (4, 2, n): the numbers of each shard along data and model."""
+  """Reshape to (4, 2, n): the numbers of each shard along data and model."""
   rows, columns = array.shape[0] // 4, array.shape[1] // 2
   blocks = array.reshape(4, rows, 2, columns).transpose(0, 2, 1, 3)
   return blocks.reshape(4, 2, -1)
 
 
 def _groups(policy: str, shards: np.ndarray) -> np.ndarray:
-  """Shape (different, same, n): shards of one row are to draw the same."""
+  """Reshape to (different, same, n): shards of one row must draw the same numbers."""
   if policy == "different":
     return shards.reshape(8, 1, -1)
   if policy == "same":
@@ -113,7 +113,7 @@ def test_gradients_of_shards_have_their_masks(arrays, policy):
   drawn = arrays[8][name]
   assert set(np.unique(drawn)) == {0.0, 2.0}
   assert np.array_equal(arrays[8][f"{name} gradient of x"], drawn)
-  # The weight is closed over: each shard has all of it.
+  # The weight is closed over: each shard has the whole weight.
   of_weight = drawn.reshape(-1, 2, drawn.shape[1] // 2).sum((0, 1))
   assert np.array_equal(arrays[8][f"{name} gradient of weight"], of_weight)
 

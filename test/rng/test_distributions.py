@@ -1,9 +1,9 @@
 """`torch.distributions` on jax tensors: numbers, gradients, densities, checks, laws.
 
-The oracle is CPU torch: a sample is a function of the noise that torch's primitives
-draw, so with the noise of jax recorded and replayed, CPU torch must compute the same
-sample and the same gradient. Whether the noise itself is right, and each class with it,
-the statistical rows decide. The classes are rows in `distribution_rows.py`.
+The oracle is CPU torch. A sample is a function of the noise that torch's primitives
+draw. With the noise of jax recorded and replayed, CPU torch must compute the same
+sample and the same gradient. The statistical rows test the noise itself, and each class
+with it. The classes are rows in `distribution_rows.py`.
 """
 
 import numpy as np
@@ -19,7 +19,7 @@ from torchax.errors import TracedStateError
 from torchax.interop import jax_jit, jax_value_and_grad
 
 each_row = pytest.mark.parametrize("name", ROWS)
-# torch resamples Wishart matrices that are sound and says that they are singular.
+# torch reports valid Wishart matrices as singular and draws them again.
 pytestmark = [
   pytest.mark.distributions,
   pytest.mark.filterwarnings("ignore:Singular sample detected"),
@@ -37,12 +37,12 @@ def environment_on(env):
 
 @pytest.fixture(autouse=True)
 def values_are_checked():
-  """Dynamo turns torch's checks off, in the whole process, when it is first used."""
+  """Validate arguments: Dynamo turns torch's checks off in the whole process."""
   D.Distribution.set_default_validate_args(True)
 
 
 def _parameters(row: Row, grad: bool = False) -> dict:
-  """New CPU tensors."""
+  """Return new CPU tensors of the parameters."""
   return {
     name: value.clone().requires_grad_(grad) if torch.is_tensor(value) else value
     for name, value in row.parameters.items()
@@ -74,7 +74,7 @@ def test_every_class_of_torch_distributions_has_a_row():
 
 
 class _StandardGamma(torch.autograd.Function):
-  """A recorded gamma variable with the derivative of a drawn one."""
+  """Autograd function: a recorded gamma variable with the gradient of a drawn one."""
 
   @staticmethod
   def forward(ctx, concentration, drawn):
@@ -94,7 +94,7 @@ DRAWS = IN_PLACE_DRAWS | {
 
 
 class Recorder(TorchFunctionMode):
-  """Keeps what the random functions of torch draw on jax."""
+  """Mode that records the draws of torch's random functions on jax."""
 
   def __init__(self):
     super().__init__()
@@ -108,7 +108,7 @@ class Recorder(TorchFunctionMode):
 
 
 class Replayer(TorchFunctionMode):
-  """Lets the random functions of torch return what was recorded, in order."""
+  """Mode in which torch's random functions return the recorded draws, in order."""
 
   def __init__(self, drawn):
     super().__init__()
@@ -167,7 +167,7 @@ def _assert_gradients(actual: dict, expected: dict, row: Row) -> None:
 
 
 def _outcome(compute):
-  """What `compute` returns, or the type of what it raises as torch's answer."""
+  """Return the result of `compute`, or the type of its error as torch's answer."""
   try:
     return compute()
   except (NotImplementedError, ValueError) as error:
@@ -219,10 +219,10 @@ def test_the_gradient_of_a_density_is_that_of_cpu_torch(name, env):
 
 
 def _flipped(row: Row) -> dict:
-  """The parameters with the elements of the batch exchanged: another distribution."""
+  """Exchange the elements of the batch: parameters of another distribution."""
 
   def flip(name, value):
-    # Of binomials, torch compares those with equal counts only.
+    # torch compares binomials only if their counts are equal.
     is_batch = torch.is_tensor(value) and value.dim() == 1 and name != "total_count"
     return value.flip(-1) if is_batch else value
 
@@ -352,7 +352,7 @@ def test_the_numbers_are_the_same_outside_of_the_environment(name, env):
 
 
 def _law_of_column(law, place: int):
-  """The law of one column; those of scipy hold arrays of parameters."""
+  """Return the law of one column of a law with arrays of parameters."""
   pick = lambda value: np.broadcast_to(value, _width(law))[place]  # noqa: E731
   parameters = {name: pick(value) for name, value in law.kwds.items()}
   return law.dist(*map(pick, law.args), **parameters)
@@ -363,7 +363,7 @@ def _width(law) -> int:
 
 
 def _columns(drawn: np.ndarray, law):
-  """Pairs of numbers of shape (N,) and their law."""
+  """Yield pairs of numbers of shape (N,) and their law."""
   if drawn.ndim == 1:
     return [(drawn, law)]
   return [(column, _law_of_column(law, i)) for i, column in enumerate(drawn.T)]

@@ -1,4 +1,4 @@
-"""Two environments in one compiled function draw what each would draw alone."""
+"""Two environments in one compiled function draw as each would alone."""
 
 import functools
 
@@ -44,7 +44,7 @@ def _rand(env=None) -> torch.Tensor:
 
 
 def _mixed(other):
-  """Draws of both in turns."""
+  """Draw from both environments in turns."""
 
   def mixed(x):
     return x + _rand(), _rand(other), F.dropout(x + 1, 0.5), _rand(other)
@@ -53,7 +53,7 @@ def _mixed(other):
 
 
 def _run(env, other, function, *args, calls: int = 2):
-  """What some calls give, and the states after them."""
+  """Return the results of some calls and the states after them."""
   env.manual_seed(0)
   other.manual_seed(7)
   results = [function(*args) for _ in range(calls)]
@@ -160,7 +160,7 @@ def test_an_argument_of_another_environment_draws_from_it(env, other, wrap):
   _require_equal(found, expected)
   assert [t._env is other for t in found[0][:3]] == [False, True, False]
   assert expected[1][0]["count"] == 4 and expected[1][1]["count"] == 2
-  # The same function for tensors that are all of one.
+  # The same function for tensors of a single environment.
   _require_equal(
     _run(env, other, wrap(drop), ours, ours), _run(env, other, drop, ours, ours)
   )

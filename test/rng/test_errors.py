@@ -1,4 +1,4 @@
-"""What must be refused: each error names the way out, and no state moves."""
+"""Refusals of the random state: each error names the remedy, and no state changes."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ drop = jax_view(lambda x: F.dropout(x, 0.5) * x)
 
 @pytest.fixture(autouse=True)
 def state_stays(env):
-  """No test of this file may leave the stream elsewhere than it found it."""
+  """Assert that a test leaves the stream where it was."""
   torch.rand(1, device="jax")
   stream, before = env.rng, env.rng.state.state_dict()
   yield
@@ -119,7 +119,7 @@ def test_a_checkpointed_draw_in_a_raw_transformation_is_refused():
     jax.jit(jax_view(gradient_checkpoint(lambda x: F.dropout(x))))(jnp.ones(3))
 
 
-# The three ways out, as the errors write them ---------------------------------------
+# The three remedies, as the errors describe them -------------------------------------
 
 
 def test_the_first_way_out_works(env):
@@ -253,7 +253,7 @@ def _ones(device, *shape, dtype=torch.float32):
   return torch.ones(shape or (4,), dtype=dtype).to(device)
 
 
-# Those of numbers inside tensors are in `test_random_ops.py`.
+# Parameters inside tensors are tested in `test_random_ops.py`.
 REJECTED = {
   "uniform_ from > to": lambda d: _ones(d).uniform_(2, 1),
   "uniform_ of integers": lambda d: _ones(d, dtype=torch.int32).uniform_(),

@@ -1,6 +1,6 @@
-"""Samplers are exact to their dtype: spans, probabilities, tails, what is impossible.
+"""Exactness of samplers in their dtype: spans, probabilities, tails, impossible values.
 
-Where a fault would take billions of draws to show, the random words are chosen.
+Random words are chosen where a fault would take billions of draws to show.
 """
 
 import jax
@@ -30,7 +30,7 @@ def _key(seed=0):
 
 # Integers ---------------------------------------------------------------------------
 
-WIDE = 3 << 29  # a third of it was drawn a third less often
+WIDE = 3 << 29  # with a modulus, a third of them would be a third less likely
 INTEGERS = {
   "randint": lambda n, high: torch.randint(0, high, (n,), device="jax"),
   "randint_like": lambda n, high: torch.randint_like(
@@ -72,7 +72,7 @@ def test_an_integer_is_the_part_of_the_span_that_64_bits_say(span):
   drawn = uniform.scale_to_integer(_key(), (500,), span, jnp.uint32)
   if span & (span - 1) == 0 or span < 2**32:
     assert drawn.tolist() == expected
-  if span < 2**32:  # an array of bounds takes the same way
+  if span < 2**32:  # arrays of bounds use the same computation
     traced = uniform.scale_to_integer(
       _key(), (500,), jnp.asarray(span, jnp.uint32), jnp.uint32
     )
@@ -106,7 +106,7 @@ _count_number = jax.jit(
 
 @pytest.mark.parametrize("count", [_count, _count_number], ids=["array", "number"])
 def test_a_rare_event_has_the_rate_that_is_written(count):
-  """On 2**27 elements; the first number of 23 bits happened twelve times as often."""
+  """With 23 uniform bits, the rate over 2**27 elements was twelve times as high."""
   p = 1e-8
   p = p if count is _count_number else jnp.float32(p)
   events = sum(int(count(_key(seed), p)) for seed in range(PIECES))
@@ -181,7 +181,7 @@ def test_the_normal_quantile_is_exact_in_its_tails(dtype, rtol):
 )
 @pytest.mark.parametrize("is_upper", [False, True])
 def test_each_law_is_its_quantile_at_its_bits(words, dtype, is_upper):
-  dropped = int(dtype is f32)  # 63 of the bits are enough for it
+  dropped = int(dtype is f32)  # 63 of the bits suffice
   tail = ((words[0] << 32 | words[1]) >> dropped) + 0.5
   tail /= 2 ** (64 - dropped)
   if is_upper:
@@ -252,7 +252,7 @@ def test_the_bits_of_two_words_are_even_and_independent():
   assert abs(bits.mean(1) - 0.5).max() < 5 * 0.5 / np.sqrt(bits.shape[1])
 
 
-# What is impossible -----------------------------------------------------------------
+# Impossible values ------------------------------------------------------------------
 
 t = torch.tensor
 LEAST = -(2**31)
@@ -262,7 +262,7 @@ def _t(*numbers):
   return t(numbers).to("jax")
 
 
-# name -> draw from a tensor, its numbers, which of them are proper.
+# name -> (draw from a tensor, its numbers, which of them are valid).
 IMPOSSIBLE = {
   "bernoulli": (torch.bernoulli, [1.0, 2.0, -0.5, NAN]),
   "bernoulli_": (lambda p: p.clone().bernoulli_(p), [1.0, 2.0, -0.5, NAN]),

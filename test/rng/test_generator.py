@@ -139,7 +139,7 @@ def test_every_random_operation_draws_from_the_generator(env, generator, name):
 
 
 def test_a_generator_draws_the_same_eager_and_compiled(generator):
-  """Numbers and generator state, for every operation, twice in a row."""
+  """Numbers and generator state are equal for every operation, twice in a row."""
 
   def program():
     return [draw(generator) for draw in DRAWS.values()]
@@ -232,7 +232,7 @@ def test_a_generator_may_be_a_static_argument(generator):
   ids=["manual_seed", "draw on the CPU", "set_state"],
 )
 def test_generator_changed_while_tracing_raises_and_is_restored(generator, change):
-  """The change would happen in the first call only, so calls would differ."""
+  """Only the first call would change it, so calls would differ."""
   words = generator.get_state()
 
   def f():

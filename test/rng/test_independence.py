@@ -1,7 +1,7 @@
-"""Whether draws depend on one another: correlations of dropout masks.
+"""Independence of draws: correlations of dropout masks.
 
-A mask holds 10,000 bits, so two independent ones correlate by less than 5 / sqrt(n).
-The bits along neighbouring keys are in `test_stream_dump.py`.
+A mask has 10,000 bits, so two independent masks correlate by less than 5 / sqrt(n). The
+bits of neighbouring keys are tested in `test_stream_dump.py`.
 """
 
 import os
@@ -73,7 +73,7 @@ def test_masks_of_related_keys_are_independent(env):
   keys += [rng_state.named_key(key, name) for name in map(str, some)]
   keys += [rng_state.rebase_key(key, count) for count in some]
   keys += [rng_state.shard_key(key, index) for index in (0, *some)]
-  # A loop of unknown length is a stream that starts with the key of a draw.
+  # A loop of unknown length has a stream that starts with the key of a draw.
   keys += [rng_state.fold_in(rng_state.fold_in(key, 1), count) for count in (0, *some)]
   keys += [rng_state.rekey(key)]
   masks = []
@@ -100,7 +100,7 @@ ROUNDS = 6 * FACTOR
 
 
 def _layers(x) -> torch.Tensor:
-  """Two masks of one iteration or row."""
+  """Draw two masks in one iteration or row."""
   return torch.stack([F.dropout(x, 0.5), F.dropout(x, 0.5)])
 
 

@@ -1,4 +1,4 @@
-"""`torchax.rng` by itself: what it needs of the rest of torchax, and of torch."""
+"""Isolation of `torchax.rng`: its imports from the rest of torchax and from torch."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ import sys
 import pytest
 from source_tree import PACKAGE, dotted_names, modules
 
-# Everything of torchax that the package may import.
+# All modules of torchax that the package may import.
 NEEDED = ("torchax.compat", "torchax.errors", "torchax.rng", "torchax.version")
 
 ALONE = f"""
@@ -45,7 +45,7 @@ for module in sorted(name for name in sys.modules if name.startswith("torchax"))
   print(module)
 """
 
-# Of torch: generators, and tensors of seeds and states at the edge.
+# Names of torch: generators, and tensors of seeds and states at the boundary.
 OF_TORCH = {
   *("torch.Generator", "torch.Tensor", "torch.bool", "torch.equal", "torch.frombuffer"),
   *("torch.initial_seed", "torch.int64", "torch.randint", "torch.uint8"),

@@ -1,6 +1,6 @@
-"""A key of the stream in other libraries: one draw, fresh on each call, never frozen.
+"""Keys of the stream in other libraries: one draw, fresh on each call, never constant.
 
-All of them take typed keys, also with JAX refusing legacy ones (`conftest.py`).
+The libraries take typed keys, also while JAX refuses legacy ones (`conftest.py`).
 """
 
 import jax
@@ -69,7 +69,7 @@ def numpyro_distribution(x):
 def numpyro_model(x):
   numpyro = pytest.importorskip("numpyro", reason="the interop extra is not installed")
 
-  def model(x):  # integers: op by op, XLA rounds floats otherwise than compiled
+  def model(x):  # integers, because XLA rounds floats differently op by op and compiled
     rate = numpyro.sample("rate", numpyro.distributions.Uniform(0.3, 0.7))
     return numpyro.sample("hits", numpyro.distributions.Bernoulli(rate * x))
 
@@ -94,9 +94,9 @@ each_library = pytest.mark.parametrize(
 
 
 def _are_same(first, second) -> bool:
-  """Equal numbers.
+  """Return True if the numbers are equal.
 
-  JAX 0.10.0 rounds the libraries' own arithmetic otherwise op by op than compiled.
+  JAX 0.10.0 rounds the libraries' own arithmetic differently op by op and compiled.
   """
   if versions.is_older(jax.__version__, "0.10.2") and first.is_floating_point():
     return torch.allclose(first, second, rtol=1.3e-6, atol=1e-5)

@@ -114,7 +114,7 @@ def test_new_operands_is_not_caught_by_except_exception():
 
 
 def test_a_branch_that_draws_more_gets_more_words():
-  """Shapes select the branch; the words grow, and the old shape still works."""
+  """Shapes select the branch; more words are taken, and the old shape still works."""
   generator = torch.Generator().manual_seed(0)
 
   def f(x):

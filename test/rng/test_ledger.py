@@ -1,4 +1,4 @@
-"""The ledger: who drew what, in what order, with which key."""
+"""Ledger: site, order and key of each draw."""
 
 import subprocess
 import sys
@@ -197,7 +197,7 @@ def test_draws_of_other_threads_are_not_noted(env):
   assert len(ledger) == 1
 
 
-# A key that is used twice -----------------------------------------------------------
+# A key used twice --------------------------------------------------------------------
 
 
 def _twice_eagerly(env):
@@ -312,7 +312,7 @@ def test_explain_of_a_function_that_draws_nothing_is_empty():
   assert len(torchax.rng.explain(torch.sin, _x())) == 0
 
 
-# Showing it ---------------------------------------------------------------------------
+# Display ------------------------------------------------------------------------------
 
 
 def test_a_ledger_prints_as_a_table(env):

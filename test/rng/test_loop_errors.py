@@ -1,4 +1,4 @@
-"""What loops, branches and maps refuse: a clear error, and no state moves."""
+"""Refusals of loops, branches and maps: a clear error, and no state changes."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def _three(index=3) -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def state_stays(env):
-  """No test of this file may leave the stream elsewhere than it found it."""
+  """Assert that a test leaves the stream where it was."""
   _rand()
   stream, before = env.rng, env.rng.state.state_dict()
   yield
@@ -42,7 +42,7 @@ def state_stays(env):
   assert env.rng.state.state_dict() == before
 
 
-# A loop of each kind around a body `x -> x` ------------------------------------------
+# Loops of each kind around a body `x -> x` -------------------------------------------
 
 LOOPS = {
   "scan": lambda f: scan(lambda c, _: (f(c), None), _x(), length=2),
@@ -59,7 +59,7 @@ each_wrap = pytest.mark.parametrize("wrap", WRAPS)
 
 
 def _require_refused(loop, error, match: str | None = None) -> None:
-  """Raised twice, so that what the first trace left behind is seen."""
+  """Assert the error twice, so that leftovers of the first trace would show."""
   for _ in range(2):
     with pytest.raises(error, match=match):
       loop()

@@ -1,7 +1,7 @@
-"""What the rows of `jax_vmap` draw: by a declared policy, and by default nothing.
+"""Draws of the rows of `jax_vmap`: by a declared policy; without one, none is allowed.
 
-Shards, the other kind of map, are in `test_devices.py`; keys given row by row are in
-`test_rows.py`.
+Shards, the other kind of map, are tested in `test_devices.py`, and keys given row by
+row in `test_rows.py`.
 """
 
 import jax
@@ -35,7 +35,7 @@ def _drop(x):
 
 
 def _row(x):
-  """Its arithmetic is exact, so that every bit has to agree."""
+  """Return a row whose arithmetic is exact, so that every bit has to agree."""
   return _drop(x) + 1, torch.randn(4, device="jax"), _drop(_drop(x * 0.5))
 
 
@@ -49,7 +49,7 @@ def _leaves(tree) -> list[torch.Tensor]:
 
 
 def _from_seed(program, *args, **kwargs) -> list[torch.Tensor]:
-  """What a program gives from seed 0 on, and the draw after it."""
+  """Return the results of a program from seed 0, and the draw after it."""
   torch.manual_seed(0)
   return [*_leaves(program(*args, **kwargs)), _rand()]
 
@@ -62,7 +62,7 @@ def _different(function, *args, **kwargs):
   return jax_vmap(function, *args, randomness="different", **kwargs)
 
 
-# "different": row i == turn i of a Python loop ---------------------------------------
+# "different": row i equals iteration i of a Python loop ------------------------------
 
 
 FORMS = {

@@ -1,8 +1,7 @@
 """Random nests of boundaries, loops, branches and rows draw the eager numbers.
 
 A nest is a list of nodes: a draw by its name, or a kind of boundary with nodes inside.
-It runs as the plain Python program that it stands for, with its boundaries, and
-compiled.
+It runs as the equivalent plain Python program, with its boundaries, and compiled.
 """
 
 import functools
@@ -36,7 +35,7 @@ TURNS = 2
 
 
 def _with_gradient(wrap, function):
-  """The function as the auxiliary output of a differentiated one."""
+  """Return the function as the auxiliary output of a differentiated one."""
   loss = lambda x: ((x * x).sum(), function(x))  # noqa: E731
   differentiated = wrap(jax_value_and_grad(loss, {"has_aux": True}))
   return lambda x: differentiated(x)[0][1]
@@ -49,13 +48,13 @@ WRAPPERS = {
   "jit of grad": lambda f: _with_gradient(jax_jit, f),
 }
 _different = functools.partial(jax_vmap, randomness="different")
-# With a second list of nodes: the branch not taken.
+# Kinds with a second list of nodes, the branch not taken.
 BRANCHES = ("cond, true", "cond, false")
 KINDS = (*WRAPPERS, "scan", "reversed scan", "vmap", *BRANCHES)
 
 
 def _count(nodes) -> int:
-  """How far a nest moves the stream."""
+  """Return the number of draws of a nest."""
   total = 0
   for node in nodes:
     if isinstance(node, str):
@@ -70,13 +69,13 @@ def _count(nodes) -> int:
 
 
 def _bounds(nodes, x, nested: bool) -> torch.Tensor:
-  """The least and largest number of what is drawn, for branches, exactly."""
+  """Return the least and greatest number of draws, exact for branches."""
   drawn = [t.detach().float().flatten() for t in _run(nodes, x, nested)]
   return torch.stack([torch.cat(drawn).amin(), torch.cat(drawn).amax()])
 
 
 def _run(nodes, x, nested: bool) -> list[torch.Tensor]:
-  """What a nest draws; not `nested`, as the plain program that it stands for."""
+  """Run a nest; if not `nested`, as the equivalent plain program."""
   drawn = []
   for node in nodes:
     if isinstance(node, str):

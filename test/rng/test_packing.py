@@ -1,4 +1,4 @@
-"""A stream's operands as words: what a graph of `torch.compile` is given."""
+"""Packed stream operands: the words that a graph of `torch.compile` receives."""
 
 import jax
 import jax.numpy as jnp

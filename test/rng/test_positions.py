@@ -1,4 +1,4 @@
-"""Elements of a mask by position are those of the mask."""
+"""Elements of a mask computed by position equal those of the whole mask."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def test_elements_are_those_of_the_whole_draw(shape, p):
   "key, shape, expected",
   (
     (lambda: jax.random.key(0), (2**16, 2**15), True),
-    (lambda: jax.random.key(0), (2**16, 2**16), False),  # more than a word counts
+    (lambda: jax.random.key(0), (2**16, 2**16), False),  # more than a word can count
     (lambda: jax.random.key(0, impl="rbg"), (4,), False),
   ),
   ids=("threefry", "too many", "rbg"),

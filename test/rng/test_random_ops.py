@@ -1,8 +1,8 @@
-"""The laws of every random ATen operation of torch, overload by overload.
+"""Laws of every random ATen operation of torch, overload by overload.
 
-The overloads are found by torch's own tag. A row says how a functional overload is
-called; the in-place and `out=` forms are called as torch's schemas say. What has
-neither a row nor a functional form with one needs a reason.
+torch's own tag finds the overloads. A row has the arguments of a functional overload;
+in-place and `out=` forms are called as torch's schemas require. An overload without a
+row, and without a functional form that has one, needs a reason.
 """
 
 import functools
@@ -32,7 +32,7 @@ def _spread(low=0.1, high=2.0) -> torch.Tensor:
 
 
 def _recurrent(gates: int, states: int):
-  """Arguments of a recurrent network of two layers with dropout between them."""
+  """Return arguments of a recurrent network of two layers with dropout between them."""
 
   def arguments():
     sizes = [(gates * 4, 3), (gates * 4, 4), (gates * 4, 4), (gates * 4, 4)]
@@ -128,7 +128,7 @@ ROWS = {
 
 _PACKED = "takes packed sequences: the sizes of its batches depend on data"
 _FUSED = "an attention kernel of one kind of device; the function calls its own form"
-# Overload or packet -> why it has no lowering.
+# Overload or packet -> reason why it has no lowering.
 REASONS = {
   "_cudnn_attention_backward": _FUSED,
   "_cudnn_attention_forward": _FUSED,
@@ -170,14 +170,14 @@ def _random_overloads() -> list:
 
 
 def _base(op):
-  """The overload whose row says how `op` is called; None if there is none."""
+  """Return the overload whose row has the arguments of `op`, or None."""
   if op in ROWS:
     return op
   functional = functional_form(op) if schema_of(op).written else None
   return functional if functional in ROWS else None
 
 
-# Not every supported version of torch has these.
+# Overloads that some supported versions of torch lack.
 for _op in _random_overloads():
   if "names" in str(_op).rpartition(".")[2]:
     REASONS[_op._name.removeprefix("aten::")] = "of named tensors, which went"
@@ -218,7 +218,7 @@ def test_every_random_operation_of_torch_has_a_row_or_a_reason():
 
 
 def _outputs(op) -> dict:
-  """New tensors for an `out=` form, of the dtypes that its functional form returns."""
+  """Return new tensors for an `out=` form, with the dtypes of its functional form."""
   if is_in_place(op) or op in ROWS:
     return {}
   with torchax.rng_scope(0):
@@ -235,7 +235,7 @@ def _call(op, generator, arguments=None):
   names = schema_of(op).names
   options = {name: value for name, value in options.items() if name in names}
   options.update(_outputs(op))
-  # Keyword-only arguments go by name; older operations take theirs by position, too.
+  # Keyword-only arguments go by name; older operations take theirs by position as well.
   if "generator" in names:
     options["generator"] = generator
   return op(*(arguments or _arguments(op)), **options)
@@ -246,12 +246,12 @@ def _leaves(result) -> list:
 
 
 def _drawn(result) -> torch.Tensor:
-  """The first of the results that holds random numbers."""
+  """Return the first result that holds random numbers."""
   return _leaves(result)[0]
 
 
 def _program(arguments: dict, generators=None) -> dict:
-  """Draws with all operations, each from the same place of the stream."""
+  """Return a program of all operations, each from the same position of the stream."""
   drawn = {}
   for name, given in arguments.items():
     generator = generators and generators[name]
@@ -261,7 +261,7 @@ def _program(arguments: dict, generators=None) -> dict:
 
 
 def _compile(names, generators=None):
-  """The program of some operations; tensors are operands, so that nothing is folded."""
+  """Compile a program of operations on tensor operands, so that nothing is folded."""
   leaves, spec = pytree.tree_flatten({name: _arguments(OPS[name]) for name in names})
   tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
@@ -285,7 +285,8 @@ def _compiled() -> dict:
   return _compile(BASES)()
 
 
-# Matrix products round as they are fused; a wrong mask would show in the first digit.
+# Rounding of matrix products depends on fusion; a wrong mask would change the first
+# digit.
 WITH_PRODUCTS = ("gru", "lstm", "rnn", "scaled_dot", "_scaled_dot")
 
 
@@ -330,7 +331,7 @@ def test_the_forms_of_rrelu_draw_the_same(name):
 
 @functools.cache
 def _compiled_with_generators() -> tuple:
-  """Two calls of one compiled function, and where the generators stand after them."""
+  """Return two results of one compiled function, and the generators' states after."""
   names = [name for name in WITH_GENERATOR if name in BASES]
   generators = {name: torch.Generator().manual_seed(5) for name in names}
   run = _compile(names, generators)
@@ -407,13 +408,13 @@ BY_DTYPE = {
   "native_dropout": lambda d, t: torch.native_dropout(_ones(d, t), 0.5, True)[0],
 }
 _HALVES = (torch.bfloat16, torch.float16)
-# torch draws these on accelerators though not on the CPU.
+# torch draws these on accelerators but not on the CPU.
 WIDER = {(name, t) for name in ("binomial", "_standard_gamma") for t in _HALVES}
 WIDER |= {("_sample_dirichlet", t) for t in _HALVES} | {("rrelu", torch.float16)}
 
 
 def _outcome(draw, device: str, dtype):
-  """The dtype of the result or the type of the error; on jax by tracing only."""
+  """Return the dtype of the result or the type of the error; on jax, only trace."""
 
   def traced(_):
     return draw("jax", dtype)
@@ -440,7 +441,7 @@ def test_an_operation_takes_the_dtypes_that_torch_takes(name, dtype):
     assert _outcome(BY_DTYPE[name], "jax", dtype) == expected
 
 
-# What is refused --------------------------------------------------------------------
+# Refusals ---------------------------------------------------------------------------
 
 t = torch.tensor
 NAN = float("nan")

@@ -1,8 +1,8 @@
-"""What draws inside of torch: initialisation, parametrizations, pruning, projections.
+"""Random users in torch: initialisation, parametrizations, pruning, projections.
 
-Each holds to the laws of the stream (one seed, one result; eager equals compiled) and
-gives a right result. What runs on the CPU's generators (`DataLoader`, `random_split`)
-must not notice torchax at all.
+Each obeys the laws of the stream (one seed, one result; eager equals compiled) and
+gives a correct result. Programs on the CPU's generators (`DataLoader`, `random_split`)
+must be unaffected by torchax.
 """
 
 import numpy as np
@@ -180,7 +180,7 @@ def _spectral(seed: int = 0) -> nn.Module:
 def test_spectral_norm_converges_from_a_random_start():
   vector = lambda layer: layer.parametrizations.weight[0]._u  # noqa: E731
   assert torch.equal(vector(_spectral(1)), vector(_spectral(1)))
-  # Fifteen steps of power iteration do not forget where they started.
+  # After fifteen steps, power iteration still depends on its start.
   assert not torch.equal(vector(_spectral(1)), vector(_spectral(2)))
   layer = _spectral()
   for _ in range(100):
@@ -217,7 +217,8 @@ def test_pruning_treats_all_weights_alike():
   weight = torch.ones(20, device="jax")
   method = prune.RandomUnstructured(5)
   kept = sum(method.compute_mask(weight, torch.ones_like(weight)) for _ in range(draws))
-  # 5 of 20 without replacement: the counts vary by 15/19 of the independent case.
+  # 5 of 20 without replacement: the variance of counts is 15/19 of the independent
+  # case.
   deviations = (kept.numpy() - 0.75 * draws) ** 2 / (draws * 0.25 * 0.75)
   chi_square = deviations.sum() * 19 / 20
   assert 1e-3 < stats.chi2(19).sf(chi_square) < 1 - 1e-3
@@ -252,7 +253,7 @@ def test_a_random_factorisation_gives_the_matrix_back(name):
 @each_factorisation
 def test_random_factorisation_depends_on_the_seed_only(name, env):
   factorise, _ = FACTORISATIONS[name]
-  # Of full rank, so that four factors depend on the projection.
+  # Full rank, so that four factors depend on the projection.
   matrix = floats(20, 15, seed=3).to("jax")
   eager = _seeded(lambda: factorise(matrix))
   assert _same(eager, _seeded(lambda: factorise(matrix)))
@@ -305,7 +306,7 @@ def test_compiled_gumbel_softmax_draws_the_eager_numbers():
   assert torch.equal(eager, _seeded(lambda: compiled(logits)))
 
 
-# What draws on the CPU --------------------------------------------------------------
+# Draws on the CPU -------------------------------------------------------------------
 
 NUMBERS = data.TensorDataset(torch.arange(40))
 
@@ -318,7 +319,7 @@ def _batches(generator=None, **options) -> list:
 
 
 def _worker_numbers(generator=None) -> list:
-  """Random numbers that the workers themselves draw; they do not use JAX."""
+  """Return random numbers that the workers draw; workers do not use JAX."""
   loader = data.DataLoader(
     _Drawing(), batch_size=4, num_workers=2, generator=generator, timeout=60
   )
@@ -377,7 +378,7 @@ def test_what_draws_on_the_cpu_draws_the_same_with_torchax_on(name, seeded, env)
   with env.disabled():
     expected = seeded(draw)
   with env:
-    # Draws on jax in between move no generator of the CPU.
+    # Draws on jax in between change no generator of the CPU.
     torch.manual_seed(3)
     torch.rand(3, device="jax")
     assert seeded(draw) == expected

@@ -1,7 +1,7 @@
-"""Boundaries of torchax inside raw JAX transformations: right by `rng=`, or refused.
+"""Boundaries of torchax in raw JAX transformations: correct with `rng=`, or refused.
 
-`test_errors.py` has the raw transformations around a plain draw; here is what is drawn
-by a compiled, checkpointed, looped or mapped function that is seen as JAX's.
+`test_errors.py` tests raw transformations around a plain draw. Here a compiled,
+checkpointed, looped or mapped function draws, and JAX's transformation calls it.
 """
 
 import functools
@@ -44,7 +44,7 @@ def _mesh() -> Mesh:
 
 
 def _noise(x):
-  """Exact in float32, so that every bit has to agree."""
+  """Return noise that is exact in float32, so that every bit has to agree."""
   return F.dropout(x, 0.5) + torch.randint(0, 100, x.shape, device="jax")
 
 
@@ -54,7 +54,7 @@ def _sharded(function):
   return jax_shard_map(function, options, randomness="same")
 
 
-# Functions of torchax that draw, and the same without a draw.
+# Functions of torchax that draw, and the same functions without a draw.
 INNER = {
   "plain": lambda f: f,
   "jax_jit": jax_jit,
@@ -82,7 +82,7 @@ each_inner = pytest.mark.parametrize("inner", INNER)
 
 @pytest.fixture(autouse=True)
 def state_stays(env):
-  """Each test starts after one draw, and may leave the stream nowhere else."""
+  """Assert that a test leaves the stream where it started, after one draw."""
   torch.rand(1, device="jax")
   stream, before = env.rng, env.rng.state.state_dict()
   yield
@@ -141,7 +141,7 @@ def _sharded_raw(f, x, keys):
 
 
 def _each(transform):
-  """A transformation of `(x, key) -> numbers`, for two keys."""
+  """Transformation of `(x, key) -> numbers`, for two keys."""
 
   def run(f, x, keys):
     transformed = transform(lambda x, key: f(x, rng=key))
@@ -150,7 +150,7 @@ def _each(transform):
   return run
 
 
-# Each gives what f draws with each of two keys.
+# Transformations that return the draws of f with each of two keys.
 OUTER = {
   "jit": _each(jax.jit),
   "jit, the key closed over": _closed_over,
@@ -182,7 +182,7 @@ PAIRS += [("scan", "vmap"), ("while_loop", "vmap"), ("jax_vmap", "scan")]
 
 @functools.cache
 def _drawn(inner: str) -> tuple[np.ndarray, np.ndarray]:
-  """What a function draws eagerly with each of two keys."""
+  """Return the eager draws of a function with each of two keys."""
   torch_function, drawn = INNER[inner](_noise), []
   for key in _keys():
     with rng_scope(key):
@@ -224,7 +224,7 @@ def test_abstract_evaluation_with_a_key_uses_the_key_operand(env, inner):
 
 
 def test_an_exported_program_takes_the_key_as_an_input():
-  """So does a model in training mode; its draws depend on the key."""
+  """The same holds for a model in training mode; its draws depend on the key."""
   model = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Dropout(0.5)).to("jax")
   exported = jax.export.export(jax.jit(jax_view(jax_jit(model))))(
     jnp.ones(64), rng=jax.random.key(0)
@@ -300,7 +300,7 @@ SOME_STAGED = ("jit", "scan", "checkpoint", "eval_shape")
 def test_staged_draw_without_a_key_raises_and_keeps_the_state(env, inner):
   view, expected = jax_view(INNER[inner](_noise)), _next(env)
   for name in STAGED if inner == "jax_jit" else SOME_STAGED:
-    for _ in range(2):  # what the first refusal left behind would be seen
+    for _ in range(2):  # leftovers of the first refusal would show
       with pytest.raises(TracedDrawError) as caught:
         STAGED[name](view)
       for way in ("jax_jit", "rng=key", "env.rng_scope(key)"):

@@ -1,9 +1,9 @@
 """Poisson, binomial, gamma, Dirichlet, categories: distributions, limits, gradients.
 
-`goodness.py` decides about the distributions. A count is made continuous first: with v
-uniform, F(k - 1) + v P(k) is uniform if and only if k has the distribution function F.
-The gradients are compared with derivatives of scipy's distribution functions; CPU
-torch's own are approximations.
+`goodness.py` tests the distributions. A count is made continuous first: with v uniform,
+F(k - 1) + v P(k) is uniform if and only if k has the distribution function F. Gradients
+are compared with derivatives of scipy's distribution functions, because CPU torch's own
+gradients are approximations.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ class Group:
   Attributes:
     sample: key -> array of shape (laws, N).
     laws: frozen scipy distributions.
-    x64: draw with 64-bit types.
+    x64: True to draw with 64-bit types.
   """
 
   sample: Callable
@@ -98,7 +98,7 @@ ROWS = {
 
 @functools.cache
 def _drawn_group(name: str) -> np.ndarray:
-  """Shape (SEEDS, laws, N): draw 0 of each seed."""
+  """Return draw 0 of each seed, shape (SEEDS, laws, N)."""
   group = GROUPS[name]
   with jax.enable_x64(group.x64):
     sample = jax.jit(group.sample)
@@ -233,7 +233,7 @@ def test_gamma_numbers_and_proportions_are_never_zero(dtype):
   assert (torch._standard_gamma(alpha) > 0).all().item()
   proportions = torch._sample_dirichlet(alpha)
   assert (proportions > 0).all().item()
-  # With tiny parameters one takes all; which one is fair.
+  # With tiny parameters, one element takes all; which one is uniform.
   largest = proportions.float().numpy()
   assert (largest.max(-1) > 0.9).mean() > 0.97
   counts = np.bincount(largest.argmax(-1), minlength=3)
@@ -262,7 +262,7 @@ SAMPLERS = {
 
 @pytest.mark.parametrize("name, rtol", [("poisson", 0), ("gamma", 2e-6)])
 def test_a_sampler_gives_a_row_of_a_batch_what_it_gives_alone(name, rtol):
-  """Gamma up to rounding: XLA computes terms shared by all rows in another order."""
+  """Gamma is equal up to rounding: XLA reorders terms that rows share."""
   keys = jax.random.split(jax.random.key(0), 3)
   sample = jax.jit(SAMPLERS[name])
   rows = jax.jit(jax.vmap(SAMPLERS[name]))(keys)
@@ -276,7 +276,7 @@ QUANTILES = (1e-3, 0.1, 0.5, 0.9, 0.999)
 
 
 def _derivative(function, at):
-  """Central differences with Richardson's extrapolation, to about 1e-9."""
+  """Return central differences by Richardson's extrapolation, accurate to 1e-9."""
   steps = at * 0.02 / 2.0 ** np.arange(5)[:, None]
   table = [(function(at + h) - function(at - h)) / (2 * h) for h in steps]
   for order in range(1, 5):
@@ -285,7 +285,7 @@ def _derivative(function, at):
 
 
 def _gamma_grid(dtype) -> tuple[np.ndarray, ...]:
-  """Parameters, quantiles and dx/dα in float64, at points that the dtype has."""
+  """Return parameters, quantiles and dx/dα in float64, at points that the dtype has."""
   alpha, quantile = (g.ravel() for g in np.meshgrid(ALPHAS, QUANTILES))
   alpha = alpha.astype(dtype).astype(np.float64)
   x = stats.gamma.ppf(quantile, alpha)
@@ -300,21 +300,21 @@ def _gamma_grid(dtype) -> tuple[np.ndarray, ...]:
 
 
 def _beta_grid(dtype) -> tuple[np.ndarray, ...]:
-  """x, α, α + β and (dx/dα) / (1 - x) in float64."""
+  """Return x, α, α + β and (dx/dα) / (1 - x) in float64."""
   alpha, beta, quantile = (g.ravel() for g in np.meshgrid(ALPHAS, ALPHAS, QUANTILES))
   alpha = alpha.astype(dtype).astype(np.float64)
   total = (alpha + beta).astype(dtype).astype(np.float64)
   beta = total - alpha
   x = stats.beta.ppf(quantile, alpha, beta).astype(dtype).astype(np.float64)
-  # Where β is lost in the sum, or x at the edge, there is no number to compare.
+  # Skip points where β is lost in the sum, or x is at the edge: no number to compare.
   sound = (beta > 1e-4 * total) & (x > 1e-6) & (x < 1 - 1e-4)
   alpha, beta, total, x = (v[sound] for v in (alpha, beta, total, x))
   moved = _derivative(lambda a: special.betainc(a, beta, x), alpha)
   return x, alpha, total, -moved / stats.beta.pdf(x, alpha, beta) / (1 - x)
 
 
-# Of dtype: how well it can be known, some digits being lost in the quotient of two
-# numbers (x to its own bounds, α to the total).
+# Tolerance by dtype: the quotient of two numbers loses digits (x relative to its
+# bounds, α to the total).
 GRADIENT_PRECISION = {np.float32: 2e-6, np.float64: 1e-7}
 
 
@@ -338,7 +338,7 @@ def test_dirichlet_gradient_is_the_derivative_of_the_quantile(dtype):
 
 
 def test_gradients_match_cpu_torch_within_its_precision():
-  """torch approximates by rational functions; they are off by up to 2e-3 here."""
+  """torch approximates by rational functions, with errors of up to 2e-3 here."""
   alpha, x, _ = _gamma_grid(np.float32)
   alpha, x = torch.tensor(alpha).float(), torch.tensor(x).float()
   actual = torch._standard_gamma_grad(alpha.to("jax"), x.to("jax"))
@@ -395,7 +395,7 @@ def test_parameters_of_other_draws_get_no_gradient(env, name):
   draw = NO_GRADIENT[name]
   by_jax = jax.grad(lambda p: jax_view(lambda t: draw(t).sum())(p, rng=0))
   assert not by_jax(jnp.full(8, 0.4)).any()
-  if name == "binomial":  # of which torch takes no derivative
+  if name == "binomial":  # torch takes no derivative of this
     return
   with env:
     p = torch.full((8,), 0.4, device="jax").requires_grad_()

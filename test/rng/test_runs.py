@@ -1,4 +1,4 @@
-"""Explaining runs: where two runs part, draws made again."""
+"""Comparison of runs: the first difference of two runs, and repeated draws."""
 
 import json
 
@@ -41,7 +41,7 @@ def _program():
   _x().normal_(float("inf"), 0.5)
 
 
-# Where two runs part ------------------------------------------------------------------
+# First difference of two runs ---------------------------------------------------------
 
 
 def test_runs_that_draw_the_same_do_not_differ(env):
@@ -102,9 +102,9 @@ def test_a_difference_has_a_picture(env):
   pyplot.close(ax.figure)
 
 
-# Draws made again ---------------------------------------------------------------------
+# Repeated draws -----------------------------------------------------------------------
 
-# Name -> a draw, and the tensors that its numbers depend on.
+# Name -> (draw, tensors that its numbers depend on).
 OF_NUMBERS = {
   "rand": lambda: torch.rand(3, 2, device="jax"),
   "rand, half": lambda: torch.rand(3, dtype=torch.float16, device="jax"),

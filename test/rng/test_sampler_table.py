@@ -1,7 +1,7 @@
-"""What the table of samplers in `docs/samplers.md` says: distance, ends and cost.
+"""Properties for the table of samplers in `docs/samplers.md`: distance, ends and cost.
 
 With TORCHAX_SAMPLERS=full (`make test-samplers`) more numbers are drawn, and the cost
-is measured beside `jax.random`; `tools/sampler_table.py` writes the table from the
+is measured against `jax.random`. `tools/sampler_table.py` writes the table from the
 report.
 """
 
@@ -22,15 +22,15 @@ pytestmark = pytest.mark.distributions
 IS_FULL = os.environ.get("TORCHAX_SAMPLERS") == "full"
 N = 1 << (18 if IS_FULL else 14)
 REPEATS = 9
-# Of a new seed's numbers one in ten thousand rows would be refused.
+# With a new seed, one in ten thousand rows would fail by chance.
 RARE = 1e-4
 NAMES = [
   pytest.param(name, dtype, id=f"{name}-{jnp.dtype(dtype).name}")
   for name, row in ROWS.items()
   for dtype in row.dtypes
 ]
-# Half a unit in the last place, as a part of all: what rounding moves a number by. A
-# number of `torch.rand` stands for the interval above it.
+# Relative half unit in the last place, the largest change by rounding. A number of
+# `torch.rand` represents the interval above it.
 GRIDS = {bf16: 2.0**-8, f16: 2.0**-11}
 MOST = 1.3  # times the cost of `jax.random`
 
@@ -47,7 +47,7 @@ def _compiled(sample, n, dtype):
 
 
 def _distance(drawn: np.ndarray, law) -> float:
-  """The largest difference of the distribution functions (Kolmogorov)."""
+  """Return the largest difference of the distribution functions (Kolmogorov)."""
   values, counts = np.unique(drawn, return_counts=True)
   return float(abs(counts.cumsum() / len(drawn) - law.cdf(values)).max())
 
@@ -83,7 +83,7 @@ def test_the_ends_are_finite_and_inside_the_support(name, dtype, record_property
   if dtype is not f16 or name not in (
     "cauchy",
     "log_normal(0, 1)",
-  ):  # 65504 is the most
+  ):  # 65504 is the largest finite float16
     assert np.isfinite(np.asarray(ends, float)).all()
 
 

@@ -1,7 +1,7 @@
-"""What each random operation may return: supports, bounds, dtypes, exact cases.
+"""Results of each random operation: supports, bounds, dtypes, exact cases.
 
-How the numbers are distributed inside their supports is in `test_statistics.py`;
-what they refuse is in `test_errors.py`.
+Distributions inside the supports are tested in `test_statistics.py`, refusals in
+`test_errors.py`.
 """
 
 import contextlib
@@ -288,7 +288,7 @@ def test_alpha_dropout_keeps_mean_zero_and_variance_one(env, dropout, shape):
   with env:
     x = torch.randn(shape, device="jax")
     kept = _numpy(dropout(x, 0.3, training=True))
-  # Two values of fixed size beside a normal: the kurtosis stays below 4.
+  # Two values of fixed magnitude plus a normal: the kurtosis stays below 4.
   assert abs(kept.mean()) < 5 / np.sqrt(np.prod(shape[:2]))
   assert abs(kept.var() - 1) < 5 * np.sqrt(3 / np.prod(shape[:2]))
   dropped = np.unique(kept[x.jax() * 0 == 0].round(4), return_counts=True)
@@ -379,7 +379,7 @@ def test_any_shape_can_be_drawn(env, shape):
     torch.empty(shape, device="jax").exponential_(),
   ]
   assert [tuple(tensor.shape) for tensor in drawn] == [shape] * 5
-  assert env.rng.state.count == 5  # an empty draw counts, as any other
+  assert env.rng.state.count == 5  # an empty draw counts like any other
 
 
 def test_a_view_is_filled_in_its_base():

@@ -1,4 +1,4 @@
-"""Scopes and threads: which stream is current, and that the outer one comes back."""
+"""Scopes and threads: the current stream, and the return to the outer one."""
 
 import threading
 
@@ -25,7 +25,7 @@ def _state(env) -> dict:
 
 
 def _in_thread(function):
-  """What `function` returns on a new thread; its exceptions arrive here."""
+  """Run `function` on a new thread; return its result or raise its exception."""
   out = []
 
   def run():
@@ -125,7 +125,7 @@ def test_open_inner_scope_raises_and_outer_stream_resumes(env):
     left_open.__enter__()
   assert env.rng is root
   with env.rng_scope(5) as stream:
-    left_open.__exit__(None, None, None)  # late, as the garbage collector may
+    left_open.__exit__(None, None, None)  # late, as the garbage collector may be
     assert env.rng is stream
   assert env.rng is root
 
@@ -270,7 +270,7 @@ def test_the_seed_may_choose_another_implementation(env):
     rng.manual_seed(2, "rbg")
     assert env.rng.state.impl == rng.default_impl() == "rbg"
     first = _rand()
-    torch.manual_seed(2)  # the choice stays
+    torch.manual_seed(2)  # the configuration stays
     assert env.rng.state.impl == "rbg"
     assert torch.equal(_rand(), first)
   finally:

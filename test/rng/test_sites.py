@@ -35,14 +35,14 @@ def by_site(env):
 
 
 class Noise(torch.nn.Module):
-  """Adds numbers that show which draw it was."""
+  """Module that adds numbers that identify their draw."""
 
   def forward(self, x):
     return x + torch.rand(6, device="jax")
 
 
 class Net(torch.nn.Module):
-  """Submodules run in the order in which they are named."""
+  """Module whose submodules run in the order in which they are named."""
 
   def __init__(self, *names):
     super().__init__()
@@ -76,7 +76,7 @@ def _x() -> torch.Tensor:
 
 
 def _drawn(net, calls: int = 2) -> dict[str, list[torch.Tensor]]:
-  """What each submodule of a Net draws."""
+  """Return the draws of each submodule of a Net."""
   torch.manual_seed(0)
   found: dict = {name: [] for name in net.order}
   hooks = [
@@ -93,7 +93,7 @@ def _drawn(net, calls: int = 2) -> dict[str, list[torch.Tensor]]:
 
 
 def _close(first, second) -> bool:
-  # A difference of sums: the numbers come back but for their rounding.
+  # A difference of sums gives the numbers up to rounding.
   return all(torch.allclose(a, b, atol=1e-6) for a, b in zip(first, second))
 
 

@@ -1,6 +1,6 @@
-"""`RngState`: known bits, children that never meet, and states that go out and back.
+"""`RngState`: known bits, children that never collide, and states that round-trip.
 
-The known answers (T1) change only with a note in the changelog.
+The known answers (T1) change only with a line in the changelog.
 """
 
 import json
@@ -111,7 +111,7 @@ def test_a_child_of_seed_0_has_the_known_key(name):
   assert _words(child) == GOLDEN_CHILDREN[name]
 
 
-# What users see at seed 0. The draws follow one another in one stream.
+# Draws of users at seed 0, one after another in one stream.
 GOLDEN_DRAWS = {
   "rand": [0.8423141837120056, 0.1823786497116089, 0.227178156375885],
   "dropout": [2.0, 2.0, 0.0, 2.0, 2.0, 2.0, 2.0, 0.0],
@@ -273,7 +273,7 @@ def test_keys_of_draws_and_of_children_never_meet():
     children += [rng_state.named_key(key, f"stream {i}") for i in range(30)]
     children += [rng_state.rebase_key(key, count) for count in range(30)]
     children += [rng_state.rekey(key), rng_state.rekey(rng_state.rekey(key))]
-    for parent in (key, children[0], children[-1]):  # and of grandchildren
+    for parent in (key, children[0], children[-1]):  # and grandchildren
       rows.append(fold(parent, first_draws))
       rows.append(fold(parent, last_draws))
     rows.append(jnp.stack([key, *children]))
@@ -293,7 +293,7 @@ def test_a_fork_depends_on_the_name_and_not_on_the_count():
   assert fork.state_dict() != state.fork("model").state_dict()
 
 
-# Out and back -----------------------------------------------------------------------
+# Round trips ------------------------------------------------------------------------
 
 
 @hypothesis.given(seed=seeds, count=counts)

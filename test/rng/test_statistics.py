@@ -1,8 +1,8 @@
-"""Whether the numbers are what they are said to be: distributions and moments.
+"""Distributions and moments of the samplers.
 
 Each sampler and dtype draws 10,000 numbers from each of 20 seeds, and `goodness.py`
-decides; it also says how the long version of these tests is run. Whether draws depend
-on one another is in `test_independence.py`.
+tests them; it also describes the long version of these tests. Independence of draws is
+tested in `test_independence.py`.
 """
 
 import dataclasses
@@ -34,13 +34,13 @@ bf16, f16, f32, f64 = jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64
 
 @dataclasses.dataclass
 class Row:
-  """One sampler, its parameters and its dtype, beside the distribution it should have.
+  """One sampler, its parameters, its dtype and its expected distribution.
 
   Attributes:
     sample: key -> N numbers.
-    law: a frozen scipy distribution; or, for categories, their probabilities.
-    x64: draw with 64-bit types.
-    grid: the spacing of the uniform numbers underneath, for narrow floats.
+    law: a frozen scipy distribution, or the probabilities of categories.
+    x64: True to draw with 64-bit types.
+    grid: the spacing of the underlying uniform numbers, for narrow floats.
   """
 
   sample: Callable
@@ -55,7 +55,7 @@ def _real(sampler, dtype, law, *parameters, **options) -> Row:
 
 
 def _ordered_pairs(weights) -> np.ndarray:
-  """Probabilities of (first, second) drawn without replacement, a row a first."""
+  """Return probabilities of (first, second) without replacement, a row per first."""
   weights = np.asarray(weights) / np.sum(weights)
   pairs = weights[:, None] * weights[None, :] / (1 - weights[:, None])
   np.fill_diagonal(pairs, 0)
@@ -72,7 +72,7 @@ def _pairs(key):
 
 
 def _orders(key):
-  """The number of the order of a permutation of 4, among 24."""
+  """Return the index of the order of a permutation of 4, among 24."""
   keys = jax.random.split(key, N)
   orders = jax.vmap(lambda key: samplers.permutation(key, 4, jnp.int32))(keys)
   return orders @ jnp.array([64, 16, 4, 1])
@@ -139,13 +139,13 @@ ROWS = {
   ),
   "multinomial without replacement": Row(_pairs, _ordered_pairs(WEIGHTS)),
 }
-ROW_COUNT = len(ROWS) + 20  # those below as well
+ROW_COUNT = len(ROWS) + 20  # and the values below
 LEAST_P = least_p(ROW_COUNT)
 
 
 @functools.cache
 def _drawn(name: str) -> np.ndarray:
-  """Shape (SEEDS, N): draw 0 of each seed."""
+  """Return draw 0 of each seed, shape (SEEDS, N)."""
   row = ROWS[name]
   with jax.enable_x64(row.x64):
     keys = jnp.stack([RngState.from_seed(seed).draw_key() for seed in range(SEEDS)])
@@ -182,7 +182,7 @@ def test_the_numbers_have_their_distribution(name):
     ("integers below 10", lambda drawn: np.where(np.arange(N) % 20, drawn, 9)),
     ("permutation", lambda drawn: np.where(np.arange(N) % 20, drawn, drawn.min())),
     ("multinomial with replacement", lambda d: np.where(np.arange(N) % 20, d, 3)),
-    # As if all seeds were one: each p-value is fine, together they are not.
+    # Pooled over all seeds: each p-value is fine, together they are not.
     ("normal float32", lambda drawn: _drawn("normal float32")[0]),
     ("bernoulli(0.5)", lambda drawn: np.arange(N) % 2),
   ],
@@ -206,11 +206,11 @@ def test_the_tests_see_a_wrong_distribution(name, spoil):
 def test_mean_and_variance_are_within_5_sigma(name):
   row, drawn = ROWS[name], _drawn(name).ravel()
   mean, variance, _, excess = (float(m) for m in row.law.stats(moments="mvsk"))
-  # A number on a grid stands for the interval above it.
+  # A number on a grid represents the interval above it.
   drawn = drawn + row.grid / 2
   assert abs(drawn.mean() - mean) < SIGMAS * np.sqrt(variance / drawn.size)
   of_variance = SIGMAS * variance * np.sqrt((excess + 2) / drawn.size)
-  # The variance is taken about the sample's mean, which is off by up to 5 sigma.
+  # The variance is about the sample's mean, which is off by up to 5 sigma.
   of_variance += SIGMAS**2 * variance / drawn.size
   assert abs(drawn.var() - variance) < of_variance
 

@@ -1,4 +1,4 @@
-"""`RngStream`: one counter, keys that are derived and never consumed."""
+"""`RngStream`: one counter, and keys that are derived and never consumed."""
 
 import jax
 import numpy as np

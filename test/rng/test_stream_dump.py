@@ -1,7 +1,7 @@
-"""The bits of streams as `tools/rng_stream.py` writes them, and what they show.
+"""Bits of streams as `tools/rng_stream.py` writes them, and tests of these bits.
 
-Neighbouring keys (draws, forks, threads, seeds) are where a counter-based generator
-could fail, so each mode is tested along the walk from key to key.
+A counter-based generator could fail between neighbouring keys (draws, forks, threads,
+seeds), so each mode is tested along the sequence of keys.
 """
 
 import subprocess
@@ -25,7 +25,7 @@ def _first_block(mode: str, seed: int = 0, **options) -> np.ndarray:
   return next(rng_stream.dump(mode, seed, **options))
 
 
-# The dump is what programs draw -----------------------------------------------------
+# The dump equals the draws of programs ----------------------------------------------
 
 
 def _torch_words() -> list:
@@ -122,25 +122,25 @@ def _byte_p(words: np.ndarray) -> float:
 
 
 def _serial_p(words: np.ndarray) -> float:
-  """The top hexadecimal digits of successive keys, as pairs."""
+  """Test the top hexadecimal digits of successive keys, as pairs."""
   digits = (words[:, 0] >> 28).astype(int)
   return p_of_categories(digits[:-1:2] * 16 + digits[1::2], np.full(256, 1 / 256))
 
 
 def _flips_p(words: np.ndarray) -> float:
-  """How many of 32 bits differ between one key and the next."""
+  """Test the number of bits, of 32, that differ between one key and the next."""
   changed = words[1::2, 0] ^ words[:-1:2, 0]
   counts = np.unpackbits(changed.view(np.uint8).reshape(-1, 4), axis=1).sum(1)
   return p_value(counts.astype(float), stats.binom(32, 0.5))
 
 
 def _within_p(words: np.ndarray) -> float:
-  """How many of 32 bits differ between two words of one draw."""
+  """Test the number of bits, of 32, that differ between two words of one draw."""
   return _flips_p(words[:, :2].reshape(-1, 1))
 
 
 def _each_bit_p(words: np.ndarray) -> float:
-  """How often each bit of the first word is set."""
+  """Test the frequency of each bit of the first word."""
   ones = np.unpackbits(words[:, :1].copy().view(np.uint8), axis=1).sum(0)
   deviations = (ones - len(words) / 2) ** 2 / (len(words) / 4)
   return stats.chi2(32).sf(deviations.sum())
@@ -159,7 +159,7 @@ ROW_COUNT = len(rng_stream.MODES) * len(QUESTIONS)
 @pytest.mark.statistics
 @each_mode
 def test_bits_along_neighbouring_keys_are_random(mode):
-  # Far apart, so that the walks over seeds do not overlap.
+  # Seeds far apart, so that the sequences of seeds do not overlap.
   seeds = [seed * rng_stream.BLOCK for seed in range(SEEDS)]
   blocks = [_first_block(mode, seed) for seed in seeds]
   for ask in QUESTIONS.values():
@@ -167,7 +167,7 @@ def test_bits_along_neighbouring_keys_are_random(mode):
 
 
 def _repeated(block: np.ndarray) -> np.ndarray:
-  """One key in sixteen as the next one."""
+  """Repeat one key in sixteen as the next key."""
   is_kept = np.arange(len(block))[:, None] % 16 > 0
   return np.where(is_kept, block, np.roll(block, -1, axis=0))
 

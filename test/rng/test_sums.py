@@ -1,7 +1,7 @@
-"""Samplers that add floats up, in an order that is the compiler's.
+"""Samplers that add floats, in an order that the compiler chooses.
 
-They are compiled with the effort that programs of users get, so that an eager draw is
-the compiled one bit for bit. All others have to do without sums.
+They are compiled with the compiler effort of user programs, so that eager and compiled
+draws have equal bits. All other samplers must not add floats.
 """
 
 import jax
@@ -62,7 +62,7 @@ EXACT = {
   "random_": lambda x: torch.empty_like(x).random_(7),
   "attention": lambda x: keep_mask(x, (2, 3), 0.3),
 }
-# Of floats; each has one right result, whatever comes before and after it.
+# Operations on floats that have one correct result, whatever surrounds them.
 _ONE_RESULT = {
   *("convert_element_type", "copy", "stop_gradient", "select_n", "broadcast_in_dim"),
   *("ge", "gt", "le", "lt", "eq", "ne", "reshape", "floor", "pjit", "jit", "clamp"),

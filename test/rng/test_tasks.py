@@ -21,7 +21,7 @@ DRAWS = {
 
 
 async def _request(env, seed: int, draw, pause: float = 0.0) -> list:
-  """Draws three times in a scope of its own, and lets other tasks run in between."""
+  """Draw three times in a scope of its own, and let other tasks run in between."""
   drawn = []
   with env.rng_scope(seed):
     for _ in range(3):
@@ -32,7 +32,7 @@ async def _request(env, seed: int, draw, pause: float = 0.0) -> list:
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 def test_tasks_that_interleave_draw_what_each_draws_alone(env, draw):
-  # With other pauses the scopes end in another order than they began in.
+  # Other pauses end the scopes in another order than they began in.
   requests = [(1, 0.003), (2, 0.001), (3, 0.002)]
 
   async def at_once():
@@ -212,7 +212,7 @@ def test_generators_in_own_contexts_draw_from_their_own_scopes(env):
 
 
 def _in_new_threads(count: int) -> list:
-  """What threads draw that begin one after another."""
+  """Return the draws of threads that begin one after another."""
   found = []
   for _ in range(count):
     thread = threading.Thread(

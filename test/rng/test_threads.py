@@ -1,8 +1,8 @@
-"""Many threads at once: no deadlock, no key used twice, each thread its own sequence.
+"""Concurrent threads: no deadlock, no key used twice, a fixed sequence for each thread.
 
-What one thread after another draws is in `test_scope.py`. A `Crew` is eight threads
-that live as long as a test: the stream of a thread follows from the seed and the order
-in which threads have drawn first since.
+Threads that draw one after another are tested in `test_scope.py`. A `Crew` is eight
+threads that live as long as a test: the stream of a thread follows from the seed and
+the order of the threads' first draws after it.
 """
 
 import queue
@@ -29,7 +29,7 @@ TIMEOUT = 240
 
 
 class Crew:
-  """Threads that run a task each, at once."""
+  """Threads that each run a task at the same time."""
 
   def __init__(self, size: int):
     self._tasks = [queue.SimpleQueue() for _ in range(size)]
@@ -48,7 +48,7 @@ class Crew:
         raise
 
   def run(self, task: Callable) -> list:
-    """`task(number)` on all threads at once; the results in the threads' order."""
+    """Run `task(number)` on all threads at once; return results in thread order."""
     for tasks in self._tasks:
       tasks.put(task)
     results = [None] * len(self._tasks)
@@ -60,7 +60,7 @@ class Crew:
     return results
 
   def one_by_one(self, task: Callable) -> list:
-    """The same, but only one thread is running at a time."""
+    """Run `task(number)` on one thread after the other."""
     turn = threading.Condition()
     next_number = 0
 
@@ -77,13 +77,13 @@ class Crew:
     return self.run(in_turn)
 
   def stop(self) -> None:
-    """Ends the threads."""
+    """End the threads."""
     for tasks in self._tasks:
       tasks.put(None)
 
 
 def _seed(crew: Crew, seed: int) -> None:
-  """Seeds, and has each thread draw once: who draws first is first from then on."""
+  """Seed, and let each thread draw once, which fixes the order of the threads."""
   torch.manual_seed(seed)
   crew.one_by_one(lambda number: torch.rand(1, device="jax"))
 
@@ -105,14 +105,14 @@ def _ones() -> torch.Tensor:
 
 
 def _program(x) -> list[torch.Tensor]:
-  time.sleep(0.002)  # the others go on meanwhile, also while this is traced
+  time.sleep(0.002)  # other threads run meanwhile, also during this trace
   drawn = [F.dropout(x, 0.5), torch.randn(4, device="jax")]
   time.sleep(0.002)
   return [*drawn, torch.randint(0, 1000, (4,), device="jax")]
 
 
 def _work(shared: Callable, own: Callable) -> list[torch.Tensor]:
-  """Eager draws, a function that all threads compile and one of this thread."""
+  """Draw eagerly, with a function of all threads, and with one of this thread."""
   x = _ones()
   drawn = [_rand(), *shared(x), *_program(x), own(x), *shared(x), own(x)]
   drawn.append(jax_value_and_grad(lambda x: F.dropout(x, 0.5).sum())(x)[1])
@@ -120,7 +120,7 @@ def _work(shared: Callable, own: Callable) -> list[torch.Tensor]:
 
 
 def _own() -> list[Callable]:
-  """A compiled function for each thread."""
+  """Return a compiled function of one thread."""
   return [jax_jit(lambda x: F.dropout(x, 0.5)) for _ in range(THREADS)]
 
 

@@ -1,4 +1,4 @@
-"""Our form of threefry2x32 gives JAX's bits."""
+"""Our implementation of threefry2x32 gives JAX's bits."""
 
 import functools
 import time
@@ -97,14 +97,14 @@ def test_other_generators_are_left_to_jax(impl):
   "setting", [jax.threefry_partitionable(False), jax.debug_key_reuse(True)]
 )
 def test_left_to_jax(setting):
-  """With the older counter of elements, and with JAX's check of key reuse."""
+  """JAX's implementation runs with its older counters and its check of key reuse."""
   key = jax.random.key(3)
   with setting:
     assert threefry.unrolled_key(key) is key
 
 
 def test_a_chain_of_draws_compiles_in_time():
-  """With unrolled key derivations too, eleven draws took minutes to compile."""
+  """With unrolled key derivations, compiling eleven draws took minutes."""
 
   def chain(key, x):
     for index in range(12):

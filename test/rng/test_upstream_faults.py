@@ -1,6 +1,6 @@
-"""A test for each fault of google/torchax that the design of the random state removes.
+"""Faults of google/torchax that the design of the random state removes, one a test.
 
-Each is named after its symptom there; `docs/rng-design.md` has the table.
+Each test is named after its symptom there; `docs/rng-design.md` has the table.
 """
 
 import os
@@ -60,7 +60,7 @@ def test_raw_jit_of_jax_view_raises_instead_of_baking_a_mask(env):
     with pytest.raises(TracedDrawError, match="rng=key"):
       compiled(jnp.ones(N))
   assert _state(env) == before
-  assert set(_drop(_ones()).tolist()) == {0.0, 2.0}  # eager draws go on
+  assert set(_drop(_ones()).tolist()) == {0.0, 2.0}  # eager draws continue
 
 
 def test_raw_jit_of_a_jax_view_takes_the_key_as_an_operand():
@@ -96,7 +96,7 @@ def test_gradient_checkpoint_twice_uses_two_masks_in_backward():
   x = _ones()
   (_, forward), grads = step(x, x.clone())
   assert not torch.equal(*forward)
-  # On ones the output of dropout is its scaled mask, which is also its gradient.
+  # On ones, the output of dropout is its scaled mask, which is also its gradient.
   assert all(map(torch.equal, forward, grads))
   torch.manual_seed(0)
   assert all(map(torch.equal, forward, [_drop(x), _drop(x)]))
@@ -157,7 +157,7 @@ def test_torch_checkpoint_has_the_backward_mask_of_the_forward(
     x = _ones().requires_grad_()
     # x * dropout(1): the gradient needs the mask of the recomputed forward pass.
     y = checkpoint(lambda x: x * _drop(_ones()), x, use_reentrant=use_reentrant)
-    torch.rand(3, device="jax")  # the stream moves on before the backward pass
+    torch.rand(3, device="jax")  # the stream advances before the backward pass
     y.sum().backward()
   assert set(y.tolist()) == {0.0, 2.0}
   assert torch.equal(x.grad, y.detach())
@@ -286,7 +286,7 @@ def test_a_body_that_draws_has_a_mask_of_its_own_in_each_turn(env, name, wrap):
   out = wrap(TURNS[name])(_ones(512))
   torch.manual_seed(0)
   assert torch.equal(out, _drop(_drop(_drop(_ones(512)))))
-  # One mask for all turns would keep a half, three masks keep an eighth.
+  # One mask for all iterations would keep a half, three masks keep an eighth.
   assert 0.06 < (out != 0).float().mean().item() < 0.2
   assert _state(env)["count"] == 3
 

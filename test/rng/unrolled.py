@@ -1,4 +1,4 @@
-"""Loops and maps as plain Python: what their compiled forms are compared with."""
+"""Loops and maps as plain Python, the reference for their compiled forms."""
 
 import jax
 import torch
@@ -17,7 +17,7 @@ def _row(tree, number: int, axis: int = 0):
 
 
 def scan_unrolled(f, init, xs=None, length=None, reverse=False, unroll=1):
-  """`torchax.interop.scan` as a Python loop."""
+  """Run `torchax.interop.scan` as a Python loop."""
   carry = init
   leaves = jax.tree.leaves(xs, is_leaf=_is_tensor)
   length = len(leaves[0]) if leaves else length
@@ -28,7 +28,7 @@ def scan_unrolled(f, init, xs=None, length=None, reverse=False, unroll=1):
 
 
 def fori_unrolled(lower, upper, body_fun, init_val, *, unroll=None):
-  """`torchax.interop.fori_loop` as a Python loop."""
+  """Run `torchax.interop.fori_loop` as a Python loop."""
   value = init_val
   for index in range(lower, upper):
     value = body_fun(torch.tensor(index, dtype=torch.int32).to("jax"), value)
@@ -36,10 +36,10 @@ def fori_unrolled(lower, upper, body_fun, init_val, *, unroll=None):
 
 
 def vmap_unrolled(f, in_axes=0, out_axes=0):
-  """`torchax.interop.jax_vmap(randomness="different")` as a Python loop.
+  """Run `torchax.interop.jax_vmap(randomness="different")` as a Python loop.
 
   Args:
-    f: of positional arguments.
+    f: function of positional arguments.
     in_axes: an int or None for each argument, or one for all.
     out_axes: an int.
   """
@@ -63,11 +63,11 @@ def vmap_unrolled(f, in_axes=0, out_axes=0):
 
 
 def cond_unrolled(pred, true_fun, false_fun, *operands, stream, draws: int):
-  """`torchax.interop.cond` as an `if`; afterwards the stream has made `draws` draws.
+  """Run `torchax.interop.cond` as an `if`; then advance the stream to `draws` draws.
 
   Args:
-    stream: the current one.
-    draws: as many as the branch makes that makes more.
+    stream: the current stream.
+    draws: the draws of the branch that draws most.
   """
   before = stream.draws
   out = (true_fun if pred else false_fun)(*operands)
