@@ -1,4 +1,4 @@
-"""A `torch.autograd.Function` has its own backward wherever JAX differentiates."""
+"""`torch.autograd.Function` keeps its own backward wherever JAX differentiates."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ W = torch.tensor([[2.0, -1.0, 0.5], [1.0, 0.0, -0.5]])
 
 
 class Step(torch.autograd.Function):
-  """The sign, with the gradient of the identity where |x| <= 1."""
+  """Sign of x, with the gradient of the identity if |x| <= 1."""
 
   @staticmethod
   def forward(ctx, x):
@@ -40,7 +40,7 @@ class Step(torch.autograd.Function):
 
 
 class Reversal(torch.autograd.Function):
-  """The identity, with a gradient that points the other way."""
+  """Identity with a negated gradient."""
 
   @staticmethod
   def forward(ctx, x, scale):
@@ -53,7 +53,7 @@ class Reversal(torch.autograd.Function):
 
 
 class Clipped(torch.autograd.Function):
-  """The identity, with a gradient that is cut off: it is no linear map."""
+  """Identity with a clipped gradient, which is not a linear map."""
 
   @staticmethod
   def forward(ctx, x):
@@ -65,7 +65,7 @@ class Clipped(torch.autograd.Function):
 
 
 class Exp(torch.autograd.Function):
-  """Saves its result, and has three times its derivative."""
+  """Exponential that saves its result and has three times its derivative."""
 
   @staticmethod
   def forward(ctx, x):
@@ -80,7 +80,7 @@ class Exp(torch.autograd.Function):
 
 
 class Cube(torch.autograd.Function):
-  """Saves its argument and a number between, which has no derivative of its own."""
+  """Cube that saves its argument and an intermediate value without a derivative."""
 
   @staticmethod
   def forward(x):
@@ -99,7 +99,7 @@ class Cube(torch.autograd.Function):
 
 
 class Product(torch.autograd.Function):
-  """Two results of two arguments, in a layout of its own."""
+  """Two results of two arguments, with a layout of its own."""
 
   @staticmethod
   def forward(ctx, x, w, transposed):
@@ -123,7 +123,7 @@ class Product(torch.autograd.Function):
 
 
 class Rectangle(torch.autograd.Function):
-  """|x|, by a function of its own kind; of it only the outer gradient counts."""
+  """|x| by another function of this kind; only the outer gradient counts."""
 
   @staticmethod
   def forward(ctx, x):
@@ -138,7 +138,7 @@ class Rectangle(torch.autograd.Function):
 
 
 class Recomputed(torch.autograd.Function):
-  """A checkpoint as programs write it: recorded in the backward pass."""
+  """Checkpoint as programs write it, recorded in the backward pass."""
 
   @staticmethod
   def forward(ctx, x, function):
@@ -157,7 +157,7 @@ class Recomputed(torch.autograd.Function):
 
 
 class Chosen(torch.autograd.Function):
-  """Takes integers and gives them back beside its floats."""
+  """Function that takes integers and returns them with its floats."""
 
   @staticmethod
   def forward(ctx, x, index):
@@ -314,7 +314,7 @@ def test_backward_works_under_vmap_inside_and_outside_grad():
     assert_same(torchax.interop.torch_view(found), expected)
 
 
-# What the forward pass does besides ---------------------------------------------------
+# Side effects of the forward pass -----------------------------------------------------
 
 
 def test_captured_tensors_have_no_gradient():
@@ -343,7 +343,7 @@ def test_captured_tensors_have_no_gradient():
 
 
 class Counting(torch.nn.Module):
-  """Counts in a buffer how often its function was applied, in the forward pass."""
+  """Function that counts its forward passes in a buffer."""
 
   def __init__(self):
     super().__init__()
@@ -401,7 +401,7 @@ def test_torch_gradient_inside_jit_uses_the_backward():
 
 
 class Noise(torch.autograd.Function):
-  """Drops out by a mask that is drawn in the forward pass."""
+  """Dropout whose mask is drawn in the forward pass."""
 
   @staticmethod
   def forward(ctx, x):
@@ -435,7 +435,7 @@ def test_forward_draws_once_and_backward_uses_its_mask(way):
     torch.manual_seed(3)
     mask = Noise.apply(x)
     after_eagerly = torch.rand(3, device="jax")
-  if way != "scan":  # draws in rows of their own
+  if way != "scan":  # each row has draws of its own
     assert_same(gradient, mask.cpu() * 3)
     assert_same(after, after_eagerly.cpu())
   share = (gradient > 0).float().mean().item()
@@ -456,7 +456,7 @@ def test_sharded_arguments_use_the_backward():
 
 
 class Faulty(torch.autograd.Function):
-  """Doubles, and has no gradient."""
+  """Function that doubles and has no gradient."""
 
   @staticmethod
   def forward(ctx, x):
@@ -478,7 +478,7 @@ def test_a_failing_backward_raises_only_if_differentiated():
 
 
 class Drawing(torch.autograd.Function):
-  """Draws in its backward pass."""
+  """Function that draws in its backward pass."""
 
   @staticmethod
   def forward(ctx, x):

@@ -1,7 +1,7 @@
-"""Gradients by torch's autograd, eagerly and compiled; CPU torch is the oracle.
+"""Gradients by torch's autograd, eager and compiled; CPU torch is the oracle.
 
-Calling `backward` is in `test_backward.py`, functions with a gradient of their own in
-`test_autograd_functions.py`.
+Calls of `backward` are tested in `test_backward.py`, functions with a gradient of their
+own in `test_autograd_functions.py`.
 """
 
 import contextlib
@@ -148,7 +148,7 @@ def test_detach_stops_the_gradient_and_shares_memory():
   assert not x.detach().requires_grad
 
 
-# torch makes new tensors inside these gradients.
+# torch creates new tensors inside these gradients.
 MAKES_TENSORS = {
   "trace": lambda a: a[:, :3].trace(),
   "prod": lambda a: a.prod(),
@@ -178,7 +178,7 @@ def test_tensors_created_in_backward_are_on_jax(function, way):
 
 # Across devices -----------------------------------------------------------------------
 
-# A way over jax and back, and the same on the CPU.
+# Transfers to jax and back, and the same program on the CPU.
 CROSSINGS = {
   "to_cpu": (lambda a: a.to("jax").mul(2).to("cpu"), lambda a: a.mul(2)),
   "cpu": (lambda a: a.to("jax").mul(2).cpu(), lambda a: a.mul(2)),
@@ -295,7 +295,7 @@ def test_a_whole_training_step_can_be_compiled():
     optimizer.step()
     return loss.detach()
 
-  # An optimizer makes its state on the first step; that one is run eagerly.
+  # An optimizer creates its state in the first step, which runs eagerly.
   step(model, optimizers[1], A.to("jax"))
   step(cpu, optimizers[0], A)
   compiled = jax_jit(lambda x: step(model, optimizers[1], x))

@@ -1,6 +1,6 @@
-"""Functions whose gradient is their own: of torch, registered, and of arrays.
+"""Functions with a gradient of their own: of torch, registered, and of arrays.
 
-Gradients of operations are in `test_autograd.py`.
+Gradients of operations are tested in `test_autograd.py`.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from torchax.interop import jax_jit
 from torchax.ops.jtorch import register_function
 from torchax.registry import operators
 
-# Functions of one's own ---------------------------------------------------------------
+# Functions of users -------------------------------------------------------------------
 
 
 class Cube(torch.autograd.Function):
@@ -46,7 +46,7 @@ def test_autograd_function_uses_its_backward():
 
 
 def registered(torch_function, function, **kwargs):
-  """Registers a function for one test."""
+  """Register a function for one test."""
 
   @contextlib.contextmanager
   def scope():
@@ -61,7 +61,7 @@ def registered(torch_function, function, **kwargs):
 
 
 def smooth(x, weight, power=2):
-  """A torch function that others may override."""
+  """Torch function that subclasses may override."""
   if torch.overrides.has_torch_function((x, weight)):
     return torch.overrides.handle_torch_function(
       smooth, (x, weight), x, weight, power=power

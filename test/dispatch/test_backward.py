@@ -1,6 +1,6 @@
-"""Calling `backward` and `torch.autograd.grad`: accumulation, threads, hooks.
+"""Calls of `backward` and `torch.autograd.grad`: accumulation, threads, hooks.
 
-What the gradients are is in `test_autograd.py`.
+Values of gradients are tested in `test_autograd.py`.
 """
 
 import contextlib

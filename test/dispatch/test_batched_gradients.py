@@ -29,7 +29,7 @@ FUNCTIONS = {
   "a copy to the CPU": lambda x: x.sin().cpu() * 2,
   "a copy to jax and back": lambda x: (x.sin().to("jax") * 2).to(x.device),
 }
-# The same by what the CPU has second gradients of.
+# Equivalent forms whose second gradients the CPU has.
 ON_CPU = FUNCTIONS | {
   "attention": lambda x: (x @ x.T / 3**0.5).softmax(-1) @ x,
   "a compiled function": lambda x: torch.tanh(x @ x.T).exp(),

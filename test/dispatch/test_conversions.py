@@ -1,4 +1,4 @@
-"""Values out of jax tensors and into them: numpy, DLPack, Python numbers, text."""
+"""Conversions of jax tensors: numpy, DLPack, Python numbers, text."""
 
 import math
 
@@ -119,7 +119,7 @@ def test_conversion_to_a_number_raises_as_in_torch(row):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_numpy_gets_every_dtype(dtype, x64):
-  """Those that torch keeps from numpy come as the dtypes that JAX gives numpy."""
+  """A dtype that torch does not convert to numpy gets the dtype of JAX's conversion."""
   array = np.asarray(x("jax", dtype))
   assert array.dtype == mappings.t2j_dtype(dtype)
   assert array.astype(np.complex64).tolist() == x("cpu", dtype).cfloat().tolist()
@@ -135,7 +135,7 @@ NUMPY = {
 }
 
 
-# What numpy says of torch's own `__array__`.
+# numpy's message about torch's own `__array__`.
 @pytest.mark.filterwarnings("ignore:__array_:DeprecationWarning")
 @rows(NUMPY)
 def test_numpy_functions_take_jax_tensors(row):

@@ -1,6 +1,6 @@
-"""One operation from torch to JAX and back: derived forms, promotion, errors.
+"""Dispatch of one operation, torch to JAX and back: derived forms, promotion, errors.
 
-What each lowering computes is in `ops/`; here is what holds for all of them.
+Results of each lowering are tested in `ops/`; here are laws of all operations.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
-"""Inference mode: composite operations arrive whole and mean what they do elsewhere.
+"""Inference mode: composite operations arrive whole and give the usual results.
 
-torch takes them apart above the dispatch to a subclass, but only with autograd on. The
-operator tests run each of their rows in inference mode too, inside the environment;
-here are calls outside of it, and what composites write or ask for.
+torch decomposes them above the dispatch to a subclass, but only while autograd is on.
+The operator tests run each of their rows in inference mode too, inside the environment.
+Here are calls outside of it, and composites that write or query.
 """
 
 import pytest

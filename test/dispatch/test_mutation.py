@@ -1,7 +1,7 @@
-"""Changes in place and autograd: what torch counts, refuses and differentiates.
+"""In-place changes and autograd: version counters, refusals and gradients.
 
-Also changes of shape and of memory in compiled functions, where the caller's tensor has
-to follow. Aliasing as such is in `test_view.py`.
+Changes of shape and of memory in compiled functions reach the caller's tensor. Aliasing
+is tested in `test_view.py`.
 """
 
 import jax
@@ -18,7 +18,7 @@ BASE = floats(4, 6)
 
 
 def base() -> torch.Tensor:
-  """A fresh CPU tensor that a test may change."""
+  """Return a new CPU tensor that a test may change."""
   return BASE.clone()
 
 
@@ -119,7 +119,7 @@ def test_compiled_gradients_follow_views_and_writes():
   assert_close(tensor.grad.cpu(), cpu.grad)
 
 
-# What torch refuses -------------------------------------------------------------------
+# Refusals of torch --------------------------------------------------------------------
 
 
 def _saved_is_changed(t):
@@ -205,7 +205,7 @@ def test_data_can_be_replaced_by_another_shape_and_dtype():
   for leaf in (base(), base().to("jax")):
     view, other = leaf[0], torch.ones(2, 2, dtype=torch.int32).to(leaf.device)
     leaf.data = other
-    other.add_(1)  # shared from now on
+    other.add_(1)  # they share memory from now on
     leaf[0] = 7
     results.append((leaf, view, other))
   assert_same(results[1], results[0])

@@ -1,4 +1,4 @@
-"""Words that are drawn before their draw, while shapes are new: bits and counts."""
+"""Shared bits of draws with new shapes: random words drawn ahead, and their counts."""
 
 import itertools
 
@@ -20,7 +20,8 @@ SIZE = itertools.count(30)
 @pytest.fixture(autouse=True)
 def _inside_the_environment():
   with torchax.default_env():
-    F.dropout(torch.ones(3, device="jax"), 0.3)  # what JAX and its compiler do once
+    # One-time costs of JAX and its compiler.
+    F.dropout(torch.ones(3, device="jax"), 0.3)
     yield
 
 
@@ -57,7 +58,7 @@ def test_other_shapes_share_the_program_of_bits():
   F.dropout(ones(next(SIZE)), 0.3)
   with compile_events.noted() as first:
     F.dropout(ones(next(SIZE)), 0.3)
-  # That of dropout itself; words of up to 1024 elements are there.
+  # Only dropout itself is compiled: the program of up to 1024 words exists already.
   assert len(first) == 1
 
 
@@ -106,7 +107,7 @@ def test_keys_without_shared_bits_use_one_program(other, monkeypatch):
   for often in (new_shapes.OFTEN, 0):
     monkeypatch.setattr(new_shapes, "OFTEN", often)
     torchax.clear_caches()
-    F.dropout(x, 0.3)  # with a key that has words, of the same shapes
+    F.dropout(x, 0.3)  # the same shapes, with a key that has shared bits
     with env.rng_scope(other()):
       found.append(F.dropout(x, 0.3).cpu())
   assert torch.equal(*found)

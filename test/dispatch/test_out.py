@@ -1,4 +1,4 @@
-"""`out=` as CPU torch has it: views, other shapes, dtypes of indices."""
+"""`out=` as on CPU torch: views, other shapes, dtypes of indices."""
 
 import warnings
 
@@ -42,7 +42,7 @@ def test_out_view_of_another_shape_is_resized_in_its_base(row, output):
     with warnings.catch_warnings():
       warnings.simplefilter("ignore", UserWarning)
       row(view)
-    view[0] = 9.0  # which the base still shows
+    view[0] = 9.0  # the base shows it
     results.append((view.cpu(), base.cpu()))
   (expected, expected_base), (view, base) = results
   assert_close(view, expected)

@@ -1,4 +1,4 @@
-"""Plans, made and called by hand: operands and key, programs, checks, draws."""
+"""Plans, made and called by hand: operands and keys, programs, checks, draws."""
 
 import jax
 import pytest

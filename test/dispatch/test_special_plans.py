@@ -1,4 +1,4 @@
-"""The table of special plans: its rows, their order, and what comes before them."""
+"""Table of special plans: its rows and their order."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ ROWS = {
   "positional generator": aten.poisson.default,
   "copy of lists": aten._foreach_copy_.default,
 }
-# Operations that several rows take, and the row that wins.
+# Operations that several rows accept, and the row that wins.
 OVERLAPS = {
   aten.is_pinned.default: "function of tensors",
   aten.lift_fresh.default: "function of tensors",

@@ -12,7 +12,7 @@ from torchax.registry.schema import functional_form, is_in_place, schema_of
 
 @pytest.fixture
 def asked(monkeypatch):
-  """The operations that torch's meta kernels were asked about, as they come."""
+  """Record the operations for which torch's meta kernels are called."""
   found = []
   refusal = torch_checks.refusal
 
@@ -61,7 +61,7 @@ def test_checks_do_not_draw_from_the_cpu_generator():
 
 
 class _Asking(TorchDispatchMode):
-  """Asks torch's meta kernels about each operation that the CPU runs."""
+  """Mode that calls torch's meta kernel for each operation that the CPU runs."""
 
   def __init__(self):
     super().__init__()

@@ -1,7 +1,7 @@
 """torch's derivatives at edge points, in every way in which JAX differentiates.
 
 The oracle is torch's autograd on the CPU. Each row has zeros, ties, bounds, repeated
-indices or padding, where the derivative is a choice; JAX's own is another one.
+indices or padding, where the derivative is a convention and JAX's convention differs.
 """
 
 import jax
@@ -151,8 +151,8 @@ def test_backward_and_jax_grad_match_torch(name):
   _assert_equal(leaf.grad.cpu(), expected)
 
 
-# One of each kind: results that the formula saves, indices, numbers, several results,
-# a lowering of tensors.
+# One row of each kind: results that the formula saves, indices, numbers, several
+# results, a lowering of tensors.
 KINDS = (
   *("abs", "clamp", "norm", "max(dim)", "std_mean", "det", "embedding, padding"),
   *("matrix_exp", "eigvalsh"),
@@ -238,7 +238,7 @@ def test_complex_gradients_follow_jaxs_convention():
 
 
 def test_formulas_that_check_values_work_in_a_trace():
-  """That of complex singular vectors asks whether the loss depends on their phase."""
+  """The formula for complex singular vectors checks the phase in the loss."""
 
   def function(x):
     left, values, right = torch.linalg.svd(x)

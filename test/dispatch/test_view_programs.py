@@ -1,11 +1,11 @@
-"""Random programs of views and writes give what CPU torch gives, eagerly and compiled.
+"""Random programs of views and writes agree with CPU torch, eager and compiled.
 
-A program is a list of steps (name, which tensor, two numbers); a step makes a view of a
-tensor that is alive or changes it. A step that raises has to raise on both sides.
+A program is a list of steps (name, index of a tensor, two numbers). A step makes a view
+of a tensor that is alive, or changes it. A step that raises must raise on both sides.
 
-Results that torch leaves open are kept out: a write to elements that share their memory
-where torch does not refuse it (assignment by index only warns), and a source that
-overlaps its target. So is memory that grows: its new elements may be anything.
+Results that torch leaves undefined are left out: writes to elements that share memory
+and that torch does not refuse (assignment by index only warns), and sources that
+overlap their target. So is memory that grows, because its new elements are undefined.
 """
 
 import torch
@@ -18,11 +18,11 @@ from torchax.tensor import Tensor
 
 
 def _flat_stride(t, k):
-  """A strided view of the storage, from the place where the tensor starts."""
+  """Return a strided view of the storage, from the offset of the tensor."""
   return t.as_strided((2, 2), (2, 1), t.storage_offset() + k)
 
 
-# Name -> function of a tensor and two small numbers that gives a view.
+# Name -> function of a tensor and two small numbers that returns a view.
 VIEWS = {
   "index": lambda t, k, j: t[k % t.shape[0]],
   "index_last": lambda t, k, j: t[..., -1 - k],
@@ -50,7 +50,7 @@ VIEWS = {
   "from_bytes": lambda t, k, j: t.view(torch.int32),
   "copy": lambda t, k, j: t.clone(memory_format=torch.contiguous_format),
 }
-# Name -> function of a tensor, another one and two numbers that changes the first.
+# Name -> function of two tensors and two numbers that changes the first tensor.
 WRITES = {
   "mul": lambda t, o, k, j: t.mul_(2 + k),
   "add": lambda t, o, k, j: t.add_(o.clone()),
@@ -80,7 +80,7 @@ WRITES = {
   "become_data": lambda t, o, k, j: setattr(t, "data", o),
 }
 STEPS = sorted({**VIEWS, **WRITES})
-# The memory of an argument is its own in a compiled program: only its numbers change.
+# A compiled program copies the memory of an argument: only its elements change.
 COMPILED_STEPS = [name for name in STEPS if not name.startswith("become")]
 ERRORS = (RuntimeError, IndexError, ZeroDivisionError, ValueError)
 
@@ -97,7 +97,7 @@ def _starts() -> list[torch.Tensor]:
 
 
 def _run(program, starts, after_step=lambda step, tensors: None):
-  """Runs a program; returns all tensors it made, and the steps that raised."""
+  """Run a program; return all tensors it made, and the steps that raised."""
   tensors, errors = list(starts), []
   for step, (name, which, k, j) in enumerate(program):
     tensor = tensors[which % len(tensors)]
@@ -114,7 +114,7 @@ def _run(program, starts, after_step=lambda step, tensors: None):
 
 
 def _memory(tensor):
-  """All numbers of the storage behind a tensor, in the dtype in which it was born."""
+  """Return the whole storage of a tensor, in its original dtype."""
   if isinstance(tensor, Tensor):
     return tensor._storage.read().tobytes()
   return bytes(tensor.untyped_storage())

@@ -1,6 +1,6 @@
-"""Every view operator of torch, by its schema: records, aliasing, and under `jax_jit`.
+"""View operators of torch, by schema: records, aliasing, and under `jax_jit`.
 
-A view that is added to torch has to be entered here. Public functions are in
+A new view operator of torch needs a row here. Public functions are tested in
 `test_view.py`.
 """
 
@@ -115,7 +115,7 @@ ROWS = [
   ("vsplit.array", BASE, [1]),
   ("vsplit.int", BASE, 2),
 ]
-# Overloads without a row here, and why.
+# Overload without a row here -> reason.
 _SPARSE = "takes a sparse tensor, which torchax refuses"
 _NESTED = "makes or takes a nested tensor, which torchax refuses"
 _MOVES = "the tensor itself, or a copy of another dtype or device: test_types.py"
@@ -151,7 +151,7 @@ WITHOUT_ROW = {
 
 
 def test_views_with_a_step_are_not_composite():
-  # So a view that has one needs no look at how torch makes it.
+  # Therefore code that finds a step need not ask whether the operator is composite.
   steps = {*views.STEPS, *views.MULTIPLE_STEPS}
   assert not [op for op in steps if torch_compat.is_composite(op)]
 
@@ -162,7 +162,7 @@ def _overload(name: str):
 
 
 def _names_dimensions(overload) -> bool:
-  """True for the forms with named dimensions, which newer versions of torch lack."""
+  """Return True for forms with named dimensions, which newer versions of torch lack."""
   arguments = {argument.name for argument in overload._schema.arguments}
   name = overload.name().lower()
   return (
@@ -199,9 +199,9 @@ each_row = pytest.mark.parametrize("row", ROWS, ids=map(_name, ROWS))
 
 
 def _sources(row):
-  """A CPU tensor and a jax tensor, which own their memory, and the arguments of both.
+  """Return a CPU and a jax tensor that own their memory, and the arguments of both.
 
-  Index tensors stay on the CPU, where torch wants them.
+  Index tensors stay on the CPU, as torch requires.
   """
   name, source, *args = row
   cpu = source.resolve_conj().clone()
@@ -222,7 +222,7 @@ def _listed(views) -> list:
 
 
 def _multiply(tensor, factor):
-  """Changes all elements; those of a mask to their opposite."""
+  """Change all elements: multiply them, or negate a mask."""
   if tensor.dtype in (torch.uint8, torch.bool):
     tensor.logical_not_()
   else:
@@ -263,7 +263,7 @@ def test_writes_go_both_ways(row):
   assert_same((jax_flat, actual), (flat, expected), "after the base")
 
 
-# A program for each row would take most of its time to compile.
+# Compiling a program for each row would take most of the time.
 CHUNKS = [ROWS[start::4] for start in range(4)]
 
 
@@ -301,7 +301,7 @@ def test_writes_go_both_ways_in_a_compiled_function(rows):
 
 @pytest.mark.parametrize("number", [2j, 1 - 3j, 2.0, 3, True])
 def test_view_of_a_number_promotes_as_the_number(number):
-  """Graphs of gradients have numbers in places of tensors."""
+  """Graphs of gradients have numbers in place of tensors."""
   dispatch = torchax.default_env().dispatch
   expected = torch.tensor(number)
   conjugates = expected.is_complex()
@@ -353,7 +353,7 @@ def change_shape_between_views(x, name, *args):
 @pytest.mark.parametrize("wrap", [lambda f: f, jax_jit], ids=["eager", "jit"])
 def test_older_views_stay_right_when_a_shape_changes_in_place(call, wrap):
   run = wrap(lambda x: change_shape_between_views(x, *call))
-  # A square, where views of another shape are no error.
+  # A square, so that views of another shape are no error.
   ours = torch.arange(16.0, device="jax").reshape(4, 4).requires_grad_()
   theirs = torch.arange(16.0).reshape(4, 4).requires_grad_()
   run(ours).backward()

@@ -1,4 +1,4 @@
-"""Every test of `torch.compile` starts without compiled code."""
+"""Fixture that clears compiled code before every test of `torch.compile`."""
 
 import pytest
 import torch

@@ -1,10 +1,10 @@
-"""A backend of `torch.compile` that counts."""
+"""Backend of `torch.compile` that counts its graphs."""
 
 import torchax.dynamo
 
 
 class CountingBackend:
-  """The backend; counts the graphs it is given."""
+  """The jax backend, which counts the graphs it receives."""
 
   def __init__(self):
     self.graphs = []

@@ -24,7 +24,7 @@ def test_backend_is_found_by_name():
   assert "jax" in torch.compiler.list_backends()
 
 
-# What functions return ----------------------------------------------------------------
+# Results of functions -----------------------------------------------------------------
 
 RESULTS = {
   "a tree": lambda x: {"a": [x * 2, None, 3], "b": (x.sum(),)},
@@ -54,7 +54,7 @@ RESULTS = {
 
 @pytest.fixture(scope="module")
 def results():
-  """All of it from one graph, and from CPU torch: by name."""
+  """Return results by name, from one graph and from CPU torch."""
 
   def run_all(x):
     return [function(x) for function in RESULTS.values()]
@@ -121,7 +121,7 @@ def test_inputs_of_any_form(name):
 
 
 def test_inputs_may_change_right_after_the_call():
-  """What is returned was computed from the numbers at the call."""
+  """Results depend on the values at the call."""
   x = torch.ones(512, 512)
   run = compiled(lambda x: x @ x)
   for _ in range(10):
@@ -456,7 +456,7 @@ def test_tensors_of_two_devices_are_refused():
 
 
 def test_sparse_inputs_run_in_torch_or_are_refused():
-  """Dynamo has no sparse graphs for backends: it says so where all is asked of it."""
+  """Dynamo has no sparse graphs for backends; with fullgraph it raises."""
   with pytest.raises(Exception, match=r"(?i)sparse"):
     compiled(lambda x: x * 2)(torch.eye(3).to_sparse())
 

@@ -1,4 +1,4 @@
-"""`torch.cond` and `torch.while_loop`: eagerly, in `jax_jit` and in `torch.compile`."""
+"""`torch.cond` and `torch.while_loop`: eager, in `jax_jit` and in `torch.compile`."""
 
 import contextlib
 
@@ -119,7 +119,7 @@ def branch_into(other):
   return lambda x: torch.cond(x.sum() > 0, longer, other, (x,))
 
 
-# The other branch -> what the message says of it and of `longer`.
+# The other branch -> message about it and `longer`.
 MISMATCHES = {
   shorter: ("torch.float32 of shape [1]", "torch.float32 of shape [8]"),
   whole: ("torch.int32 of shape [8]", "torch.float32 of shape [8]"),
@@ -144,8 +144,8 @@ def test_branches_on_jax_that_differ_are_named(other, way):
   assert_names_branches(error, other)
 
 
-# Of tensors on the CPU torch itself refuses other dtypes and structures, in its own
-# words; sizes that differ come as one that depends on data.
+# torch itself refuses branches on CPU tensors whose dtypes or structures differ, with
+# messages of its own; sizes that differ become data-dependent.
 
 
 def test_branches_on_the_cpu_that_differ_are_named():
@@ -164,7 +164,7 @@ def test_branches_of_an_exported_program_that_differ_are_named(strict):
   )
   with pytest.raises(TypeError, match="the false branch.* has .* of shape") as error:
     program(states, (jnp.asarray(X),))
-  if strict:  # otherwise torch forgets where the graph of a branch comes from
+  if strict:  # otherwise torch forgets the source of a branch's graph
     assert_names_branches(error, shorter)
 
 
@@ -200,7 +200,7 @@ def test_plain_branches_draw_as_in_eager_mode():
 
 
 def branches_in_turn(x, y):
-  """Two choices by one number and of the same operands, and draws around them."""
+  """Choose twice by one number and the same operands, with draws around the choices."""
   x = F.dropout(x, 0.5)
   choice = x.sum() > 0
   first = torch.cond(choice, lambda x, y: F.dropout(x * y, 0.5), torch.mul, (x, y))
@@ -215,7 +215,7 @@ def branches_in_turn(x, y):
 
 @has_cond
 def test_plain_branch_gradients_reuse_the_forward_masks():
-  """torch runs a branch again in the backward pass, and what it draws with it."""
+  """torch runs a branch again in the backward pass, draws included."""
 
   def gradients(function, device):
     found = []
@@ -238,7 +238,7 @@ def test_plain_branch_gradients_reuse_the_forward_masks():
 
 @has_cond
 def test_nested_cond_that_draws_raises_for_gradients():
-  """torch runs it twice in the backward pass of the outer one: refused, by its line."""
+  """torch runs it twice in the outer one's backward pass: refused, with its line."""
 
   def inside(x):
     return torch.cond(x.sum() > 0, lambda x: x * torch.rand_like(x), torch.sin, (x,))
@@ -261,7 +261,7 @@ def draw_in_loop(x):
 
 
 def test_plain_while_loop_draws_from_a_child_stream():
-  """As `interop.while_loop` does, whose body is the same."""
+  """`interop.while_loop` draws in the same way, with the same body."""
   run = torch.compile(draw_in_loop, backend="jax", fullgraph=True)
   with torchax.default_env() as env:
     torch.manual_seed(3)

@@ -1,4 +1,4 @@
-"""Random numbers in `torch.compile`: those of eager, once, and the same in backward."""
+"""Random numbers in `torch.compile`: drawn once, as in eager mode and in backward."""
 
 import functools
 
@@ -21,7 +21,7 @@ def compiled(function, **options):
 
 
 def on_jax(function, *tensors):
-  """What eager draws and gives."""
+  """Return the draws and results of eager mode."""
   with torchax.default_env():
     return function(*[tensor.to("jax") for tensor in tensors]).cpu()
 
@@ -57,7 +57,7 @@ DRAWS = {
 
 @pytest.fixture(scope="module")
 def drawn():
-  """All of it twice from one graph, and what eager draws: by name."""
+  """Return results by name, twice from one graph and twice from eager mode."""
 
   def run_all(x):
     return [function(x) for function in DRAWS.values()]

@@ -1,4 +1,4 @@
-"""What is not compiled: it raises, or torch says that it runs as it is."""
+"""Code that is not compiled: it raises, or torch reports that it runs eagerly."""
 
 import logging
 
@@ -10,7 +10,7 @@ from torchax.errors import MixedDeviceError
 
 @pytest.fixture
 def said(monkeypatch):
-  """What Dynamo logs about frames that it leaves alone."""
+  """Return Dynamo's messages about frames that it leaves uncompiled."""
   messages = []
   logger = logging.getLogger("torch._dynamo.convert_frame")
   monkeypatch.setattr(logger, "warning", lambda text, *args: messages.append(text))
@@ -50,7 +50,7 @@ def test_recompile_limit_raises_with_fullgraph(device):
   ids=["quantised", "sparse", "sparse rows"],
 )
 def test_untraceable_code_raises_with_fullgraph(make):
-  """By torch, before it calls the backend."""
+  """torch raises before it calls the backend."""
   with pytest.raises(RuntimeError, match="quantized|sparse Tensors"):
     torch.compile(lambda x: x * 2, backend="jax", fullgraph=True)(make())
 

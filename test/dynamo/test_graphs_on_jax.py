@@ -46,7 +46,7 @@ def test_casts_are_part_of_the_graph(x, name):
   assert torch.equal(actual.cpu(), expected.cpu())
 
 
-# What needs numbers breaks the graph -------------------------------------------------
+# Values of tensors break the graph ----------------------------------------------------
 
 READS = {
   "cpu": lambda x: x.cpu() + 1,
@@ -74,7 +74,7 @@ def test_reading_values_raises_with_fullgraph(x):
 
 @pytest.mark.parametrize("device", ["cpu", "jax"])
 def test_backward_inside(device):
-  """The backward pass is no code of the user's for Dynamo to trace."""
+  """The backward pass is not user code that Dynamo could trace."""
   first = torch.nn.Linear(8, 3)
   second = copy.deepcopy(first)
   first.to(device)
@@ -139,7 +139,7 @@ def test_sizes_among_the_results_are_integers(dynamic):
 
 @pytest.mark.parametrize("make", [compiled, jax_jit], ids=["compile", "jit"])
 def test_a_number_on_the_cpu_is_changed_in_place(x, make):
-  """Such as an optimizer's count of its steps."""
+  """An optimizer's count of its steps is such a number."""
   run = make(lambda x, count: (count.add_(1), x * count)[1])
   count = torch.tensor(0.0)
   for expected in (1, 2, 3):
@@ -233,7 +233,7 @@ def test_in_place_change_of_a_parameter_raises_torchs_error(x):
 
 
 def test_a_compiled_model_changes_its_dtype(x):
-  """Dynamo's guards refer to the parameters, which torch then does not swap."""
+  """Dynamo's guards refer to the parameters, so torch does not swap them."""
   model = torch.nn.Linear(8, 3).to("jax")
   weight = model.weight
   run = compiled(model, fullgraph=True)
@@ -243,7 +243,7 @@ def test_a_compiled_model_changes_its_dtype(x):
     assert model.weight is weight and isinstance(weight, torch.nn.Parameter)
     result = run(x.to(dtype))
     assert result.dtype == dtype
-    # Rounding to bfloat16 loses digits, once.
+    # Rounding to bfloat16 loses digits once.
     torch.testing.assert_close(result.float(), expected, rtol=0, atol=tolerance)
     result.sum().backward()
     assert weight.grad.dtype == dtype

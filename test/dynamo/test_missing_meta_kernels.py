@@ -1,4 +1,4 @@
-"""torch.compile of operations whose shapes torch cannot tell, but our lowerings."""
+"""Shapes in torch.compile of operations without a meta kernel, from our lowerings."""
 
 import jax
 import pytest
@@ -64,7 +64,7 @@ def test_shapes_come_from_the_lowering_without_draws():
   "op", [aten.nonzero.default, aten.nll_loss.default, aten.add_.Tensor]
 )
 def test_no_shapes_if_the_lowering_has_none(op):
-  """Shapes of numbers, composite operations, and what writes."""
+  """Shapes of numbers, composite operations, and operations that write."""
   vector = jax.ShapeDtypeStruct((3,), "float32")
   args = [vector] * len(op._schema.arguments)
   assert torchax.default_env().shapes(op, args, {}) is None

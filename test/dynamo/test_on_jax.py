@@ -19,7 +19,7 @@ each_place = pytest.mark.parametrize("is_inside", [True, False])
 
 
 def place(is_inside):
-  """Inside the environment, or outside of it."""
+  """Run inside the environment, or outside of it."""
   return torchax.default_env() if is_inside else contextlib.nullcontext()
 
 
@@ -101,7 +101,7 @@ def test_data_in_the_graph_is_on_jax():
 
 
 def test_attention_with_a_mask_is_one_graph():
-  """torch's C++ makes a number for the mask on the hidden device of a wrapper."""
+  """torch's C++ creates a number for the mask on the wrapper's hidden meta device."""
 
   def attend(x, mask):
     return F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
@@ -120,7 +120,7 @@ def test_a_cast_like_another_tensor_is_in_the_graph():
 
 
 def test_an_unused_move_leaves_a_graph_on_the_cpu():
-  """Libraries ask `isinstance(x.jax(), Tracer)` of any tensor."""
+  """Libraries call `isinstance(x.jax(), Tracer)` for any tensor."""
 
   def function(x):
     isinstance(x.jax(), int)
@@ -238,7 +238,7 @@ def test_mixed_devices_name_the_operation():
 
 
 def test_another_backend_raises_for_jax_tensors():
-  """Graphs of jax tensors are for the jax backend; others say so or run eagerly."""
+  """Only the jax backend takes graphs of jax tensors; others raise or run eagerly."""
   x = PLAIN.to("jax")
   result = torch.compile(lambda x: x * 2, backend="eager", fullgraph=True)(x)
   assert type(result) is Tensor
@@ -246,7 +246,7 @@ def test_another_backend_raises_for_jax_tensors():
 
 
 def test_fake_tensor_has_no_values():
-  """Asking for a number breaks the graph, and is an error where there may be none."""
+  """Reading a number breaks the graph, and raises if graph breaks are errors."""
 
   def function(x):
     return x * x.sum().item()

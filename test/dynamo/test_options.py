@@ -1,4 +1,4 @@
-"""Options of the backend, and what it logs."""
+"""Options of the backend, and its log messages."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""LSTM, GRU and RNN in `torch.compile`: whole in its graphs, as CPU torch and eager."""
+"""LSTM, GRU and RNN in `torch.compile`: one node each, equal to CPU torch and eager."""
 
 import copy
 import importlib
@@ -31,7 +31,7 @@ def network(kind, *args, **options) -> nn.Module:
 
 
 def results_and_gradients(run, module, *inputs) -> list[torch.Tensor]:
-  """All results of a network, and the gradients of its inputs and parameters."""
+  """Return all results of a network, and gradients of its inputs and parameters."""
   inputs = [value.detach().clone().requires_grad_() for value in inputs]
   found = pytree.tree_leaves(run(*inputs))
   loss = sum((value.float() * value).mean() for value in found)
@@ -124,7 +124,7 @@ def test_autocast_gives_the_dtypes_of_cpu_torch(name):
     actual = results_and_gradients(compiled(module), module, X)
   assert [value.dtype for value in actual] == [value.dtype for value in expected]
   for have, want in zip(actual, expected):
-    torch.testing.assert_close(have, want, rtol=1.6e-2, atol=1e-2)  # of bfloat16
+    torch.testing.assert_close(have, want, rtol=1.6e-2, atol=1e-2)  # in bfloat16
 
 
 # Random numbers -----------------------------------------------------------------------
@@ -174,13 +174,13 @@ def test_dropout_follows_train_and_eval():
 
 @pytest.fixture
 def graphs(monkeypatch) -> list[list[str]]:
-  """The operations of each graph that is compiled."""
+  """Return the operations of each graph that is compiled."""
   found = []
 
   def record(name, module, rng):
     found.append([str(node.target) for node in module.graph.nodes])
 
-  # The package's own `backend` is the function.
+  # In the package, the name `backend` is the function, not the module.
   module = importlib.import_module("torchax.dynamo.backend")
   monkeypatch.setattr(module, "_log", record)
   return found
@@ -256,7 +256,7 @@ def test_graph_of_a_checkpoint_is_not_modified():
 
 
 class LanguageModel(nn.Module):
-  """Guesses the next word."""
+  """Model that predicts the next word."""
 
   def __init__(self, words: int = 11):
     super().__init__()
@@ -271,7 +271,7 @@ class LanguageModel(nn.Module):
 
 
 def trained(compile_model) -> list[torch.Tensor]:
-  """The losses of some steps, and the parameters after them."""
+  """Return the losses of some steps, and the parameters after them."""
   torch.manual_seed(0)
   model = LanguageModel()
   run, losses = compile_model(model), []

@@ -21,7 +21,7 @@ def compiled(function):
 
 
 def assert_written_alike(function, device):
-  """Writes to each result reach the same tensors as without a compiler."""
+  """Assert that writes to each result reach the same tensors as without a compiler."""
   ours, theirs = torch.arange(24.0).reshape(4, 6), torch.arange(24.0).reshape(4, 6)
   ours = ours.to(device)
   pairs = list(zip(compiled(function)(ours), function(theirs), strict=True))
@@ -82,7 +82,7 @@ def test_results_with_gradients_share_memory(function, device):
 
 
 def test_result_reshaped_in_place_shares_memory():
-  # On plain tensors AOTAutograd fails: sizes differ in its backward pass.
+  # AOTAutograd fails on plain tensors: sizes differ in its backward pass.
   x = torch.arange(24.0, device="jax").reshape(4, 6).requires_grad_()
   turned, rows = compiled(
     lambda x: ((v := x.cumsum(1).swapaxes_(0, 1)), v.expand(2, 6, 4))

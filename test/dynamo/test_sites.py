@@ -1,6 +1,7 @@
-"""Draws addressed by site in captured graphs: the modules' sites, as eagerly.
+"""Draws addressed by site in captured graphs: the sites of modules, as in eager mode.
 
-The modules are not running when a graph runs; it knows which one each operation is of.
+Modules are not active while a graph runs; the graph records the module of each
+operation.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ from torchax.export import exported_program_to_jax
 
 
 class Block(nn.Module):
-  """A layer whose dropout is below it."""
+  """Layer with a dropout in a submodule."""
 
   def __init__(self):
     super().__init__()
@@ -28,7 +29,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-  """A module used twice, modules in a list, and draws of its own between them."""
+  """Module used twice, modules in a list, and draws of its own between them."""
 
   def __init__(self):
     super().__init__()
@@ -43,7 +44,7 @@ class Model(nn.Module):
 
 
 class Checkpointed(Model):
-  """Runs its layers again in the backward pass."""
+  """Module that runs its layers again in the backward pass."""
 
   def forward(self, x):
     for layer in self.layers:
@@ -52,7 +53,7 @@ class Checkpointed(Model):
 
 
 class Branching(nn.Module):
-  """Draws in the branches of a `torch.cond`, one of them in a module below it."""
+  """Module that draws in the branches of a `torch.cond`, one of them in a submodule."""
 
   def __init__(self):
     super().__init__()
@@ -67,7 +68,7 @@ class Branching(nn.Module):
 
 
 class Outer(nn.Module):
-  """A module with a compiled one in it."""
+  """Module that contains a compiled one."""
 
   def __init__(self, inner):
     super().__init__()
@@ -93,7 +94,7 @@ def _modes(device: str, env):
 
 
 def _run(env, function, device: str, calls: int = 2):
-  """Results of some calls, gradients by the input, and the sites that have drawn."""
+  """Return results of some calls, gradients of the input, and the sites that drew."""
   torch.manual_seed(0)
   results = []
   with _modes(device, env), env.rng.record() as ledger:
@@ -107,7 +108,7 @@ def _run(env, function, device: str, calls: int = 2):
 
 
 def _eager(env, model, **options):
-  """The same of the model itself, on jax."""
+  """Return the same of the model itself, on jax."""
   with env:
     return _run(env, model.to("jax"), "jax", **options)
 
@@ -132,12 +133,12 @@ def test_a_compiled_module_draws_at_the_sites_of_its_modules(env, device, wrap):
   compiled = torch.compile(model.to(device), backend="jax", fullgraph=True)
   found = _run(env, wrap(compiled), device)
   _same(found, eager)
-  assert found[2] == eager[2]  # and ledgers have the same keys
+  assert found[2] == eager[2]  # ledgers have the same keys
 
 
 @pytest.mark.parametrize("device", ["cpu", "jax"])
 def test_added_layer_does_not_change_draws_of_other_layers(env, device):
-  """What addressing by site is for holds for compiled modules too."""
+  """Addressing by site has the same purpose for compiled modules."""
 
   def drawn(*layers):
     model = nn.Sequential(*layers).to(device)
@@ -196,7 +197,7 @@ def test_uncompiled_graph_draws_at_its_sites(env):
 
 @pytest.mark.parametrize("device", ["cpu", "jax"])
 def test_one_graph_draws_by_order_and_by_site(env, device):
-  """The way is not compiled in: it may change between two calls."""
+  """The way of addressing is not compiled in: it may change between two calls."""
   torch.manual_seed(1)
   model = Model()
   counter = CountingBackend()
@@ -227,7 +228,7 @@ def test_an_exported_program_draws_at_the_sites_of_its_modules(env):
 
 
 def test_exported_branch_draws_at_the_site_of_its_cond(env):
-  """torch.export does not keep which modules the operations of a branch are of."""
+  """torch.export does not record the modules of the operations in a branch."""
   model = Branching()
   states, program = exported_program_to_jax(torch.export.export(model, (_x("cpu"),)))
   torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Results of graphs on the CPU: memory that they share, numbers, unused draws."""
+"""Results of graphs on the CPU: shared memory, numbers, unused draws."""
 
 import itertools
 
@@ -22,7 +22,7 @@ def row(x):
 
 
 def columns(x):
-  """Views of a tensor that is not returned itself, in another order in memory."""
+  """Return views of a tensor that is not returned itself, in another memory order."""
   y = (x * 2).t()
   return y[1:3], y[2:5], y.reshape(-1)
 
@@ -51,7 +51,7 @@ def apart(x):
 
 
 def overlaps(results) -> list[bool]:
-  """For each pair, whether a change of the first is seen in the second."""
+  """Return, for each pair, True if a change of the first is seen in the second."""
   found = []
   for first in results:
     for second in results:
@@ -67,7 +67,7 @@ SHARING = [row, columns, chunks, twice, flat, apart]
 
 @pytest.mark.parametrize(
   ("function", "needs_grad"),
-  # With a gradient AOTAutograd gives the detached ones memory of their own.
+  # With a gradient, AOTAutograd gives detached results memory of their own.
   [*itertools.product(SHARING, [False, True]), (detached, False)],
 )
 def test_results_share_memory_as_they_do_eagerly(function, needs_grad):

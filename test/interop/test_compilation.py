@@ -1,4 +1,4 @@
-"""`torchax.compile`: its three modes do the same, and what eager does."""
+"""`torchax.compile`: its three modes agree with each other and with eager mode."""
 
 import os
 import subprocess
@@ -33,7 +33,7 @@ def compile(fn, mode, **options):
 
 
 class Model(torch.nn.Module):
-  """Parameters in lists, dicts and alone; tied ones; buffers; a plain tensor."""
+  """Parameters in lists, in dicts, alone and tied; buffers; a plain tensor."""
 
   def __init__(self):
     super().__init__()
@@ -89,7 +89,7 @@ def test_each_mode_compiles_a_function(mode):
 
 @each_mode
 def test_training_equals_eager_training(mode):
-  """Losses, gradients, buffers, and the draws of dropout."""
+  """Losses, gradients, buffers and dropout masks are compared."""
 
   def train(model, run):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -239,7 +239,7 @@ print(run(torch.ones(4, 64, device="jax")).sum().item())
 
 
 def test_the_persistent_cache_is_used(tmp_path):
-  """A second process compiles nothing anew, and draws the same numbers."""
+  """A second process compiles nothing, and draws the same numbers."""
   settings = {
     "JAX_PLATFORMS": "cpu",
     "JAX_COMPILATION_CACHE_DIR": str(tmp_path),

@@ -1,6 +1,6 @@
 """torch's autograd through compiled functions, loops and functions of JAX.
 
-The oracle is the eager run on jax: same numbers, same gradients.
+The oracle is the eager run on jax, with the same numbers and gradients.
 """
 
 import gc
@@ -39,7 +39,8 @@ def enabled():
 def _model() -> torch.nn.Module:
   torch.manual_seed(1)
   return torch.nn.Sequential(
-    torch.nn.Linear(4, 8, bias=False),  # a bias would have the gradient 0, and noise
+    # With a bias, the gradient would be 0 plus noise.
+    torch.nn.Linear(4, 8, bias=False),
     torch.nn.BatchNorm1d(8),
     torch.nn.GELU(),
     torch.nn.Dropout(0.5),
@@ -52,7 +53,7 @@ def _x(requires_grad=True) -> torch.Tensor:
 
 
 def _train(model, call, steps=2) -> list[torch.Tensor]:
-  """Outputs, gradients and buffers of some steps."""
+  """Return outputs, gradients and buffers of some steps."""
   torch.manual_seed(0)
   optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
   found, x = [], _x()
@@ -91,10 +92,10 @@ WRAPS = {
 @pytest.mark.parametrize("name", WRAPS)
 def test_training_a_compiled_model_equals_eager_training(name):
   eager, model = _model(), _model()
-  if "checkpoint" in name:  # a checkpoint updates running statistics twice, as torch's
+  if "checkpoint" in name:  # a checkpoint updates running statistics twice, as in torch
     for net in (eager, model):
       net[1].track_running_stats = False
-  # BatchNorm's backward pass takes differences of nearly equal numbers.
+  # BatchNorm's backward pass subtracts nearly equal numbers.
   _assert_close(_train(model, WRAPS[name](model)), _train(eager, eager), 1e-4)
 
 
@@ -139,7 +140,7 @@ def test_independent_outputs_have_no_grad_fn():
 
 
 def test_no_grad_inside_stops_the_gradient():
-  """As a target network has it: the same weights, half of them without gradient."""
+  """A target network does this: the same weights, half of them without gradient."""
   model = torch.nn.Linear(4, 2).to("jax")
 
   def loss(x):
@@ -264,7 +265,7 @@ def test_a_step_that_calls_backward_returns_a_detached_loss():
     return loss
 
   loss = jax_jit(step)(x)
-  assert not loss.requires_grad  # its graph was used up inside
+  assert not loss.requires_grad  # its graph is freed inside
   assert model[0].weight.grad is not None
 
 
@@ -330,7 +331,7 @@ def test_a_captured_tensor_never_joins_a_traced_graph(wrap):
 
 
 def test_second_derivatives_repeat_the_draws_of_forward():
-  """The function is run once more for them, with the generator's words of the call."""
+  """Second derivatives run the function again, with the words of the generator's call."""
   generator, x, found = torch.Generator(), _x(), []
 
   def f(x):

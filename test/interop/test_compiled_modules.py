@@ -1,4 +1,4 @@
-"""Compiled modules: their hooks, copies, attributes, and what `forward` assigns."""
+"""Compiled modules: hooks, copies, attributes, and assignments in `forward`."""
 
 import copy
 import pickle
@@ -37,7 +37,7 @@ def on_jax(*values):
   return torch.tensor(values, device="jax")
 
 
-# What a program depends on ------------------------------------------------------------
+# Guards of a program ------------------------------------------------------------------
 
 
 @each_mode
@@ -59,7 +59,7 @@ def test_another_dtype_of_the_module_takes_effect():
 
 
 class Mixed(torch.nn.Module):
-  """Decides by dtypes, which autocast changes."""
+  """Module that decides by dtypes, which autocast changes."""
 
   def __init__(self):
     super().__init__()
@@ -84,7 +84,7 @@ def test_autocast_is_part_of_the_program(mode):
     ):
       actual, expected = run(x), model(x)
     assert [y.dtype for y in actual] == [y.dtype for y in expected]
-    # One program rounds a cast away that eager code makes: a step of bfloat16.
+    # A single program removes a cast that eager mode makes: one step of bfloat16.
     torch.testing.assert_close(actual, expected, atol=2e-2, rtol=2e-2)
 
 
@@ -138,7 +138,7 @@ def test_hooks_registered_after_compilation_run(mode, place):
 
 @each_mode
 def test_a_hook_sees_the_module_and_keeps_the_site_of_a_draw(mode):
-  """A compiled module with a hook draws what it draws without being compiled."""
+  """A compiled module with a hook draws the same numbers as without compilation."""
   seen = []
   model = torch.nn.Sequential(linear(), torch.nn.Dropout(0.5))
 
@@ -220,7 +220,7 @@ def test_assigned_attributes_reach_the_module(mode):
 
 
 class Counting(torch.nn.Module):
-  """Assigns to a buffer: by its kind the sum of a geometric series, or otherwise."""
+  """Module that assigns to a buffer: a geometric series, or another kind of value."""
 
   def __init__(self, kind):
     super().__init__()

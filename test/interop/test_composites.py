@@ -1,4 +1,4 @@
-"""Composites: one name in the exported program, the same numbers everywhere."""
+"""Composites: one name in the exported program, the same results everywhere."""
 
 import dataclasses
 
@@ -43,7 +43,7 @@ def softclip(x, limit=1.0, mode=None):
 
 @pytest.fixture(scope="module", autouse=True)
 def _registered():
-  """The composites of these tests; what they replace is back afterwards."""
+  """Register the composites of these tests; remove them at the end."""
   added = (mylib.softclip, mylib.join)
   before = operators.all_aten_ops[aten.gelu]
   register_jax_composite("test.softclip", softclip, mylib.softclip)
@@ -136,4 +136,5 @@ def test_a_module_can_be_the_decomposition():
 def test_jit_args_reach_jax_jit():
   inlined = _jit_composite_impl("test.inlined", softclip, inline=True)
   text = jax.jit(inlined).lower(jnp.ones(2)).as_text()
-  assert text.count("func.func") == 2  # main and the decomposition, no call inside
+  # Main and the decomposition, without a call in it.
+  assert text.count("func.func") == 2

@@ -1,4 +1,4 @@
-"""Donating a tensor's memory leaves alone what torch has as another tensor."""
+"""Donation of a tensor's memory leaves other tensors of torch intact."""
 
 import copy
 import pickle
@@ -105,7 +105,7 @@ def test_a_copied_tensor_outlives_its_source(name):
   result = INDEPENDENT[name](source)
   array = source.jax()
   _doubling(source)
-  assert array.is_deleted()  # else nothing is tested
+  assert array.is_deleted()  # else the test is empty
   assert result.tolist() == NUMBERS
   assert source.tolist() == [2 * number for number in NUMBERS]
 

@@ -110,12 +110,12 @@ def test_transforms_equal_those_on_the_cpu(name, way):
   with torchax.default_env():
     run = jax_jit(function) if way == "jit" else function
     actual = run(*to_jax(inputs))
-  # On the CPU not every kernel of attention has a derivative of each kind.
+  # On the CPU, some kernels of attention lack one kind of derivative.
   with sdpa_kernel(SDPBackend.MATH):
     assert_same(actual, function(*inputs), name)
 
 
-# C++ makes a tensor on the wrapper's meta device there.
+# C++ makes a tensor on the wrapper's meta device here.
 NEEDS_ENV = {
   "autograd.functional",
   "hessian",
@@ -219,7 +219,7 @@ DRAWS = {
 }
 
 
-# transform -> (function, x) -> its value
+# transform -> (function, x) -> value
 VALUES = {
   "vjp": lambda function, x: func.vjp(function, x)[0],
   "jvp": lambda function, x: func.jvp(function, (x,), (x,))[0],

@@ -1,4 +1,4 @@
-"""Wrappers take JAX's options as JAX takes them, and look like what they wrap."""
+"""Wrappers take JAX's options as JAX does, and have the signature of the function."""
 
 import importlib
 import inspect
@@ -21,13 +21,13 @@ def _x() -> torch.Tensor:
 
 
 def power(x: torch.Tensor, n: int = 2) -> torch.Tensor:
-  """x to the n; what is compiled decides by n."""
+  """Return x to the n; a compiled function guards on n."""
   assert isinstance(n, int), "n is static"
   return x**n
 
 
 def _in_jax(x, n=2):
-  """A JAX function."""
+  """Return x to the n for a JAX array."""
   return x**n
 
 
@@ -66,7 +66,7 @@ def test_a_static_argument_is_static_by_number_and_by_name(form):
 def test_the_decorator_needs_no_options(form):
   @form
   def double(x):
-    """Twice x."""
+    """Return twice x."""
     return 2 * x
 
   assert double(_x()).tolist() == [0, 2, 4]
@@ -204,7 +204,7 @@ def test_a_wrong_option_raises_at_wrapping(mistake):
     call()
 
 
-# Looks --------------------------------------------------------------------------------
+# Names and signatures -----------------------------------------------------------------
 
 WRAPPERS = {
   "jax_jit": jax_jit,
@@ -247,7 +247,7 @@ def test_a_torch_view_has_the_users_signature(wrap):
 def test_functional_rng_signature_starts_with_state():
   pure = interop.functional_rng(power)
   assert list(inspect.signature(pure).parameters) == ["state", "x", "n"]
-  # JAX finds the places of named arguments there.
+  # JAX finds the positions of named arguments in it.
   out, state = jax.jit(pure, static_argnames="n")(0, jnp.arange(3.0), 3)
   assert out.tolist() == [0, 1, 8] and int(state.count) == 0
 

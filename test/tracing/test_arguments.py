@@ -1,4 +1,4 @@
-"""Arguments of compiled functions that are no arrays."""
+"""Arguments of compiled functions that are not arrays."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def env():
 
 @pytest.fixture
 def traced(env):
-  """A function that decides in Python, compiled; and how often it was traced."""
+  """Return a compiled function that decides in Python, and a list of its traces."""
   calls = []
 
   def function(x, double, name="a", dtype=None):

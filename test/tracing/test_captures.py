@@ -1,4 +1,4 @@
-"""Captured tensors and numbers as values of their own: no function is traced."""
+"""`Captures` of tensors and numbers, constructed by hand without tracing a function."""
 
 import gc
 

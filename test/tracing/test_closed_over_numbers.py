@@ -6,7 +6,7 @@ from torchax.interop import gradient_checkpoint, jax_jit, scan
 
 
 def make_counting(function):
-  """The function compiled, and a list with an entry for each trace."""
+  """Return the compiled function, and a list with an entry for each trace."""
   traces = []
 
   def counted(*args):

@@ -1,4 +1,4 @@
-"""Effects, each constructed and applied by itself: no function is traced."""
+"""Effects, each constructed and applied by hand without tracing a function."""
 
 import jax
 import jax.numpy as jnp
@@ -122,7 +122,7 @@ def test_effects_without_changes_are_none():
 
 
 def _collected(change, specialization=ORDINARY, captured=()):
-  """Changes that a function makes of one argument in its trace."""
+  """Return the changes of an argument that a trace of the function records."""
   lifted = Captured(list(captured), {id(t): t.grad for t in captured}, ())
   with Boundary().enter() as boundary:
     for tensor in captured:

@@ -1,4 +1,4 @@
-"""`torchax.explain`: what a compiled function takes, decides by, changes and draws."""
+"""`torchax.explain`: operands, guards, effects and draws of a compiled function."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def test_explain_a_training_step():
   assert found.effects["Sequential.0.weight"] == "changed in place"
   assert found.effects["Sequential.0.bias.grad"] == "set"
   assert (found.draws, found.compilations, found.reasons) == (1, 1, ())
-  # Nothing was run.
+  # The function has not run.
   assert torch.equal(model[0].weight, before)
   assert model[0].weight.grad is None
   assert torchax.default_env().rng.state == state

@@ -1,6 +1,6 @@
-"""Compiled functions follow the program they were made from: a row for each thing that
+"""Compiled functions follow changes of the program between two calls.
 
-may change between two calls, a column for each way to compile.
+A row is a kind of change, a column a way to compile.
 """
 
 import functools
@@ -42,7 +42,7 @@ def nested(f):
 
 
 def nested_in_a_compiled_one(f):
-  """The inner function was compiled before, so its Python does not run again."""
+  """Call a function that is compiled already, so its Python does not run again."""
   inner = jax_jit(f)
   inner(ONES.to("jax"))
   return jax_jit(lambda x: inner(x))
@@ -108,7 +108,7 @@ each_form = pytest.mark.parametrize(
 
 
 def both(run, f, x):
-  """What the compiled function gives and what the function itself gives."""
+  """Return the results of the compiled function and of the function itself."""
   torch.manual_seed(0)
   actual = run(x)
   torch.manual_seed(0)
@@ -199,7 +199,7 @@ def test_earlier_programs_are_used_again():
 
 
 class Warm(torch.nn.Module):
-  """Decides by what its first call has left."""
+  """Module that decides by the result of its first call."""
 
   def __init__(self):
     super().__init__()
@@ -310,7 +310,7 @@ def test_a_numpy_array_takes_effect(use):
     assert run(x).tolist() == [value] * 16
 
 
-# Randomness of the host ---------------------------------------------------------------
+# Random numbers of the host -----------------------------------------------------------
 
 DRAWS = {
   "torch.rand": lambda x: x * torch.rand(16).to("jax"),
@@ -347,7 +347,7 @@ OPTIMIZERS = {
 
 
 class Step(torch.nn.Module):
-  """A module whose forward is a function, of tensors of a model."""
+  """Module whose forward pass is a function of a model's tensors."""
 
   def __init__(self, model, function):
     super().__init__()

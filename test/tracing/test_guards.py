@@ -1,4 +1,4 @@
-"""Guards as objects of their own: no function is traced."""
+"""Guards, constructed by hand without tracing a function."""
 
 import gc
 
@@ -13,7 +13,7 @@ from torchax.tracing.guards import MOST_CHANGES, Guards
 
 
 class Number:
-  """A number of the host by which Python decides."""
+  """Number of the host that Python branches on."""
 
   def __init__(self, value):
     self.value = value

@@ -1,4 +1,4 @@
-"""Why a function was compiled anew is told: `TORCHAX_LOGS=recompiles`."""
+"""Reasons of recompilation in `TORCHAX_LOGS=recompiles`."""
 
 import logging
 import os
@@ -16,7 +16,7 @@ X = torch.ones(4, 3)
 
 @pytest.fixture
 def told(caplog):
-  """The messages so far; whatever else is logged is left out."""
+  """Return the messages about recompilation so far."""
   torchax.set_logs(recompiles=True)
   caplog.set_level(logging.INFO, "torchax.recompiles")
   yield lambda: [
@@ -126,7 +126,7 @@ def test_the_most_similar_program_is_compared(told):
   model.eval()
   model(x)
   _, second = told()
-  assert "input" not in second  # `x` was there with the first program
+  assert "input" not in second  # the first program had `x` as well
   assert "Sequential.training: False, before True" in second
 
 

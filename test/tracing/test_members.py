@@ -1,7 +1,4 @@
-"""Compiled functions follow their modules: members that are replaced by others.
-
-Each row replaces something between two calls and compares with the module itself.
-"""
+"""Compiled functions follow their modules when members are replaced."""
 
 import pytest
 import torch
@@ -107,7 +104,7 @@ runs = [0]
 
 
 class Counted(nn.Module):
-  """Counts how often Python runs its forward."""
+  """Module that counts how often Python runs its forward pass."""
 
   def __init__(self):
     super().__init__()
@@ -138,7 +135,7 @@ def test_unread_tensors_of_a_module_are_not_captured():
   compiled = jax_jit(lambda x: x + len(list(model.modules())))
   compiled(x)
   assert compiled.traced.captures.tensors == []
-  del model[0].weight  # nobody reads it
+  del model[0].weight  # no function reads it
   assert torch.equal(compiled(x), x + 3)
 
 
@@ -146,7 +143,7 @@ def test_unread_tensors_of_a_module_are_not_captured():
 
 
 class Remembering(nn.Module):
-  """Reads tensors that are plain attributes, and keeps its hidden values."""
+  """Module that reads tensors in plain attributes and keeps its hidden values."""
 
   def __init__(self):
     super().__init__()

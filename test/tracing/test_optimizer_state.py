@@ -1,7 +1,7 @@
-"""Compiled training steps make and count the state of every optimizer of torch.
+"""Compiled training steps create and count the state of every optimizer of torch.
 
-Each row trains by a compiled step alone, from the first one, under a schedule of the
-learning rate, and compares parameters and state with those of torch on the CPU.
+Each row trains with a compiled step only, from the first step on, under a learning-rate
+schedule. Parameters and state are compared with torch on the CPU.
 """
 
 import pytest
@@ -35,7 +35,7 @@ OPTIMIZERS = {
     p, 0.1, momentum=0.9, dampening=0.5, foreach=False
   ),
 }
-# Rows whose first step has a program of its own: the state is made of its gradients.
+# Rows whose first step has a program of its own: it creates the state from gradients.
 MADE_OF_GRADIENTS = {"SGD, dampening", "SGD, dampening, one by one"}
 
 
@@ -92,12 +92,12 @@ def test_compiling_the_first_step_trains_as_torch(name):
   torch.testing.assert_close(
     _state(optimizer), _state(expected_optimizer), rtol=1e-4, atol=1e-5
   )
-  # Gradients are there from the second call on.
+  # Gradients exist from the second call on.
   assert counts[-1] == counts[1], counts
 
 
 class OwnOptimizer(optim.Optimizer):
-  """Makes its state on first use; counts in a tensor or in a Python number."""
+  """Optimizer that creates its state on first use, with a tensor or a Python count."""
 
   def __init__(self, params, counts_in_tensor: bool):
     super().__init__(params, {"lr": 0.1})
@@ -206,7 +206,7 @@ def test_explain_names_the_state_that_a_call_creates():
 
 
 class Watching(optim.SGD):
-  """Notes what its groups, and those of the caller's optimizer, are in a step."""
+  """Optimizer that records its groups and the caller's optimizer's in a step."""
 
   def step(self, closure=None):
     seen.append((self.param_groups[0]["lr"], caller[0].param_groups[0]["lr"]))

@@ -25,7 +25,7 @@ def env():
 
 
 class Model(torch.nn.Module):
-  """Two parameters of different shape."""
+  """Model with two parameters of different shape."""
 
   def __init__(self):
     super().__init__()
@@ -40,7 +40,7 @@ X, Y = floats(6, 4, seed=2), floats(6, 3, seed=3)
 
 
 def models():
-  """The same model on the CPU and on jax, with their inputs and targets."""
+  """Return the same model on the CPU and on jax, with inputs and targets."""
   return [(Model(), X, Y), (Model().to("jax"), X.to("jax"), Y.to("jax"))]
 
 
@@ -49,7 +49,7 @@ def loss_of(model, x, y):
 
 
 def train(make_optimizer, model, x, y, steps=STEPS):
-  """Takes the steps; gives the optimizer."""
+  """Train some steps; return the optimizer."""
   optimizer = make_optimizer(model.parameters())
 
   def closure():
@@ -64,7 +64,7 @@ def train(make_optimizer, model, x, y, steps=STEPS):
 
 
 def state_of(optimizer) -> dict:
-  """The state with every tensor on the CPU: torch keeps some counters there."""
+  """Return the state with every tensor on the CPU, where torch keeps some counters."""
   return torch.utils._pytree.tree_map(
     lambda value: value.detach().cpu() if isinstance(value, torch.Tensor) else value,
     optimizer.state_dict()["state"],
@@ -72,24 +72,24 @@ def state_of(optimizer) -> dict:
 
 
 def assert_trained_alike(cpu, jax):
-  """Two (model, optimizer) have the same parameters and the same state."""
+  """Assert that two (model, optimizer) have the same parameters and state."""
   for (name, expected), actual in zip(cpu[0].named_parameters(), jax[0].parameters()):
     assert isinstance(actual, Tensor)
     torch.testing.assert_close(
       actual.detach().cpu(), expected.detach(), rtol=1e-4, atol=1e-5, msg=name
     )
-  # Roundings of the gradients, summed over the steps.
+  # Tolerance for roundings of the gradients, summed over the steps.
   torch.testing.assert_close(state_of(jax[1]), state_of(cpu[1]), rtol=1e-4, atol=1e-5)
 
 
 def both(make_optimizer, **options):
-  """Trains on the CPU and on jax: (model, optimizer) each."""
+  """Train on the CPU and on jax; return (model, optimizer) of each."""
   return [
     (model, train(make_optimizer, model, x, y, **options)) for model, x, y in models()
   ]
 
 
-# Optimizer -> the options that lead to other operations.
+# Optimizer -> options that select other operations.
 VARIANTS = {
   optim.Adadelta: ({}, {"weight_decay": 0.1, "maximize": True, "capturable": True}),
   optim.Adagrad: ({"lr_decay": 0.1, "weight_decay": 0.1}, {"maximize": True}),
@@ -126,7 +126,7 @@ ROWS = [
 
 
 def on_cpu(options) -> dict:
-  """`capturable` is for accelerators; it changes where numbers are, not which."""
+  """Leave out `capturable`, which is for accelerators and changes no result."""
   return {name: value for name, value in options.items() if name != "capturable"}
 
 
@@ -165,7 +165,7 @@ def test_lbfgs_takes_the_steps_of_torch(options):
     lambda p: optim.LBFGS(p, lr=0.5, max_iter=4, **options), steps=3
   )
   for actual, expected in zip(jax.parameters(), cpu.parameters()):
-    # Twelve evaluations, each with the roundings of the one before.
+    # Twelve evaluations, each with the rounding errors of the ones before.
     torch.testing.assert_close(actual.detach().cpu(), expected, rtol=1e-3, atol=1e-4)
 
 
@@ -178,7 +178,7 @@ def test_muon_takes_the_step_of_torch(nesterov):
     optimizer.step()
     results.append(model.weight.detach())
   # The update is orthogonalised in bfloat16: two polynomials with coefficients up to
-  # 4.8 turn roundings of 0.4 % into 3 % of a step.
+  # 4.8 amplify rounding errors of 0.4 % to 3 % of a step.
   torch.testing.assert_close(results[1].cpu(), results[0], rtol=0, atol=0.03 * 0.05)
   assert not torch.allclose(results[0], Model().weight, atol=0.01)
 
@@ -200,7 +200,7 @@ def test_parameters_of_half_precision_take_the_steps_of_torch():
   assert_same(results[1], results[0])
 
 
-# The choice of torch ------------------------------------------------------------------
+# torch's default implementation -------------------------------------------------------
 
 
 def test_torch_chooses_foreach_for_parameters_on_jax(monkeypatch):
@@ -320,7 +320,7 @@ SCHEDULES = {
 def test_lr_schedules_equal_those_of_torch(schedule, tensor_lr):
   results = []
   for model, x, y in models():
-    # A learning rate as a tensor lies on the device, which asks for `capturable`.
+    # A learning rate on the device, which requires `capturable`.
     lr = torch.tensor(0.05).to(x.device) if tensor_lr else 0.05
     capturable = tensor_lr and isinstance(x, Tensor)
     optimizer = optim.Adam(model.parameters(), lr, capturable=capturable)
@@ -398,7 +398,7 @@ def test_a_compiled_step_counts_and_resumes(make):
 
   expected_optimizer = on_cpu_too(cpu.parameters())
   optimizer = make(model.parameters())
-  # An optimizer makes its state on the first step; that one is run eagerly.
+  # An optimizer creates its state in the first step, which runs eagerly.
   step(cpu, expected_optimizer, x, y)
   step(model, optimizer, jax_x, jax_y)
   compiled = jax_jit(lambda x, y: step(model, optimizer, x, y))

@@ -1,4 +1,4 @@
-"""Containers that torch knows as pytrees cross into JAX code and back."""
+"""Containers that torch registers as pytrees, as arguments and results of JAX code."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ from torchax.interop import jax_jit, jax_value_and_grad, jax_view
 
 @dataclasses.dataclass
 class Results:
-  """Like what models of libraries return; it is made of tensors and of nothing else."""
+  """Output class like those of model libraries; it accepts only tensors."""
 
   values: torch.Tensor
   names: list[str]
@@ -26,7 +26,7 @@ class Results:
 
 @dataclasses.dataclass
 class Lenient:
-  """Made of anything."""
+  """Output class that accepts any values."""
 
   values: object
 
@@ -107,12 +107,12 @@ def test_jax_code_sees_the_container_with_arrays():
     assert type(out) is Lenient and isinstance(out.values, jax.Array)
     assert out.values.tolist() == [2, 2]
 
-  first = jax_view(Lenient(_x()))  # from now on JAX knows the class
+  first = jax_view(Lenient(_x()))  # JAX knows the class from here on
   assert isinstance(first.values, jax.Array)
   run()
 
 
 def test_a_class_registered_with_jax_still_crosses():
-  with pytest.raises(TypeError, match="not a tensor"):  # made of arrays
+  with pytest.raises(TypeError, match="not a tensor"):  # it holds arrays
     jax_view(Results(_x(), []))
   assert jax_jit(lambda x: Results(x, []))(_x()).values.tolist() == [0, 1, 2]

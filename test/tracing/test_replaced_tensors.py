@@ -1,4 +1,4 @@
-"""Compiled modules follow tensors that take new memory, or the place of others."""
+"""Compiled modules follow tensors that get new memory or replace other tensors."""
 
 import weakref
 
@@ -13,7 +13,7 @@ X = torch.linspace(-1, 1, 12).reshape(4, 3)
 
 
 class Model(torch.nn.Module):
-  """A layer, and a norm that writes to its buffers."""
+  """Layer and a norm that writes to its buffers."""
 
   def __init__(self):
     super().__init__()
@@ -102,7 +102,7 @@ def test_replaced_tensors_of_a_compiled_module_take_effect(change, way):
     expected, out = plain(X), run(X.to("jax"))
     assert_same(out, expected)
     assert_same(_gradients(model, out), _gradients(plain, expected))
-  # What a call writes goes to the tensors that the module holds now.
+  # A call writes to the tensors that the module holds at that time.
   assert_same(dict(model.state_dict()), dict(plain.state_dict()))
 
 
@@ -188,11 +188,11 @@ def test_backward_through_moved_parameters_raises(make):
     product.backward()
 
 
-# What refers to a parameter follows it ------------------------------------------------
+# References to a parameter follow it --------------------------------------------------
 
 
 class Tied(torch.nn.Module):
-  """Two layers of one weight, below a module of their own."""
+  """Two layers that share a weight, below a module of their own."""
 
   def __init__(self):
     super().__init__()
@@ -205,7 +205,7 @@ class Tied(torch.nn.Module):
 
 
 def _referred(model):
-  """A weakly held parameter, and what asserts that it is still the same one."""
+  """Return a parameter with weak references, and a check that they still refer to it."""
   weight = model.head.weight
   weight.note = "kept"
   reference, keyed = weakref.ref(weight), WeakIdKeyDictionary()
