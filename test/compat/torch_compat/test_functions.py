@@ -1,0 +1,37 @@
+"""Functions with gradients of their own."""
+
+import torch
+
+from torchax.compat import torch_compat
+
+
+class Twice(torch.autograd.Function):
+  """Counts nothing, doubles everything."""
+
+  generate_vmap_rule = True
+
+  @staticmethod
+  def forward(x):
+    return x * 2
+
+  @staticmethod
+  def setup_context(ctx, inputs, output):
+    pass
+
+  @staticmethod
+  def backward(ctx, gradient):
+    return gradient * 2
+
+
+def test_apply_function_equals_apply_under_transforms():
+  x = torch.ones(3, requires_grad=True)
+
+  def twice(x):
+    return torch_compat.apply_function(Twice, x)
+
+  twice(x).sum().backward()
+  assert torch.equal(x.grad, torch.full((3,), 2.0))
+  rows = torch.arange(6.0).view(2, 3)
+  assert torch.equal(torch.func.vmap(twice)(rows), rows * 2)
+  gradient = torch.func.grad(lambda x: twice(x).sum())(torch.ones(3))
+  assert torch.equal(gradient, torch.full((3,), 2.0))
