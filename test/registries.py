@@ -1,9 +1,27 @@
-"""Restoring of the operator registries after a test."""
+"""Operators of the tests' own, and restoring of the registries after a test."""
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 
+import torch
+
 from torchax.registry import operators
+
+library = torch.library.Library("torchax_test", "DEF")
+_numbers = itertools.count()
+ONES = torch.ones(3)
+
+
+def define(signature: str):
+  """Return a new packet of the tests' library: `define("(Tensor x) -> Tensor")`."""
+  name = f"operation_{next(_numbers)}"
+  library.define(name + signature)
+  return getattr(torch.ops.torchax_test, name)
+
+
+def on_jax() -> torch.Tensor:
+  return ONES.to("jax")
 
 
 @contextlib.contextmanager

@@ -155,9 +155,7 @@ def _tests_of(tree: Tree, places: set[str]) -> list[str]:
     name = path.rpartition("/")[2]
     found += [t for t in tree.paths("test") if t.endswith(f"/test_{name}")]
     if name == "ported.py":
-      found += [
-        t for t in ("test/registry/test_registry.py",) if t in tree.paths("test")
-      ]
+      found += [t for t in tree.paths("test") if t == "test/registry/test_operators.py"]
   return found
 
 
