@@ -1,6 +1,6 @@
-"""Meshes, a module and assertions that the laws of `DTensor` and FSDP share.
+"""Meshes, modules and comparisons shared by the laws of meshes, `DTensor` and FSDP.
 
-The laws are in `dtensor_cases.py` and `fsdp_cases.py`.
+`device_mesh_cases.py`, `dtensor_cases.py`, `fsdp_cases.py`, `state_cases.py` use them.
 """
 
 import copy
