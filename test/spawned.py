@@ -1,4 +1,4 @@
-"""Code of a spawned process of `saving/test_torch_files.py`; it imports torch only."""
+"""Code of a spawned process of `saving/test_copies.py`; it imports torch only."""
 
 import torch
 
