@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from small_tensors import rows
 
 import torchax
 from torchax.core import host_memory, mappings
@@ -48,10 +49,6 @@ READS = {
   "values that a jitted function reads": _closed_over,
   "values_for_jax": mappings.values_for_jax,
 }
-
-
-def rows(table: dict):
-  return pytest.mark.parametrize("row", table.values(), ids=table)
 
 
 @rows(READS)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from compare import assert_same
+from small_tensors import rows
 
 import torchax
 from torchax.ops import mappings
@@ -30,10 +31,6 @@ def _inside_the_environment():
 def _x64():
   with jax.enable_x64(True):
     yield
-
-
-def rows(table: dict):
-  return pytest.mark.parametrize("row", table.values(), ids=table)
 
 
 def x(device: str, dtype=torch.float32) -> torch.Tensor:

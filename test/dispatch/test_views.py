@@ -118,7 +118,7 @@ ROWS = [
 # Overload without a row here -> reason.
 _SPARSE = "takes a sparse tensor, which torchax refuses"
 _NESTED = "makes or takes a nested tensor, which torchax refuses"
-_MOVES = "the tensor itself, or a copy of another dtype or device: test_types.py"
+_MOVES = "the tensor itself, or a copy of another dtype or device: test_transfer.py"
 _DUAL = "a part of forward-mode AD: test_func.py"
 _CALLED_BY_TORCH = "called by torch's own machinery alone"
 WITHOUT_ROW = {
