@@ -25,3 +25,7 @@ DRAWS = {
   "rand_like": lambda x: torch.rand_like(x),
   "dropout2d": lambda x: F.dropout2d(x.view(1, 6, 1, 1), 0.3),
 }
+
+
+def all_draws(x) -> list[torch.Tensor]:
+  return [draw(x) for draw in DRAWS.values()]

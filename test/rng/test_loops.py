@@ -1,17 +1,25 @@
-"""Loops and branches draw what the unrolled Python program draws.
+"""Loops draw what the unrolled Python program draws.
 
-`scan`, `fori_loop`, `while_loop`, `cond` and `switch` of `torchax.interop`. What they
-refuse is in `test_loop_errors.py`, random nests of them are in `test_nests.py`.
+`scan`, `fori_loop` and `while_loop` of `torchax.interop`. Branches are in
+`test_branches.py`, errors in `test_loop_errors.py`, random nests in `test_nests.py`.
 """
 
 import functools
 import gc
 import weakref
 
-import jax
 import pytest
 import torch
-import torch.nn.functional as F
+from rng.boundaries import (
+  FORMS,
+  all_equal,
+  drop,
+  each_wrap,
+  from_seed,
+  identity,
+  leaves,
+  ramp,
+)
 from rng.unrolled import fori_unrolled, scan_unrolled
 
 from torchax.interop import (
@@ -27,57 +35,30 @@ from torchax.interop import (
 )
 
 
-def _x(n=3) -> torch.Tensor:
-  return torch.arange(1.0, n + 1).to("jax")
-
-
 def _rand() -> torch.Tensor:
   return torch.rand(3, device="jax")
 
 
-def _drop(x):
-  return F.dropout(x, 0.5)
-
-
-def _identity(function):
-  return function
-
-
-def _leaves(tree) -> list[torch.Tensor]:
-  leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, torch.Tensor))
-  return [leaf.detach() for leaf in leaves]
-
-
-def _from_seed(program, *args) -> list[torch.Tensor]:
-  """What a program gives from seed 0 on, and the draw after it."""
-  torch.manual_seed(0)
-  return [*_leaves(program(*args)), _rand()]
-
-
-def _same(first, second) -> bool:
-  return len(first) == len(second) and all(map(torch.equal, first, second))
-
-
-# Numbers: the loop == the unrolled loop, bit for bit --------------------------------
+# Numbers: the loop == the unrolled loop, bit for bit ----------------------------------
 
 
 def _body(carry, x):
   """Its arithmetic is exact in float32, so that every bit has to agree."""
-  carry = _drop(carry + x)
+  carry = drop(carry + x)
   return carry, (torch.randn(3, device="jax"), carry)
 
 
 @functools.cache  # one function for all calls, so that it is compiled once
 def _outer_of(scan):
   def outer(carry, row):
-    carry, first = scan(_body, _drop(carry), torch.stack([row, carry]))
+    carry, first = scan(_body, drop(carry), torch.stack([row, carry]))
     return row, (first, torch.randint(0, 100, (3,), device="jax"))
 
   return outer
 
 
 def _indexed(i, value):
-  return _drop(value) + torch.randperm(3, device="jax") + i
+  return drop(value) + torch.randperm(3, device="jax") + i
 
 
 def _program(scan, fori_loop, x) -> dict:
@@ -87,8 +68,8 @@ def _program(scan, fori_loop, x) -> dict:
     "before": _rand(),
     "forward": scan(_body, x, xs),
     "reversed": scan(_body, x, xs, reverse=True, unroll=2),
-    "between": _drop(x),
-    "without xs": scan(lambda c, _: (_drop(c), _rand()), x, length=3),
+    "between": drop(x),
+    "without xs": scan(lambda c, _: (drop(c), _rand()), x, length=3),
     "nested": scan(_outer_of(scan), x, xs[:2]),
     "fori": fori_loop(2, 5, _indexed, x),
   }
@@ -102,44 +83,26 @@ def _unrolled(x) -> dict:
   return _program(scan_unrolled, fori_unrolled, x)
 
 
-def _with_gradient(function):
-  def loss(x):
-    return (x * x).sum(), function(x)
-
-  differentiated = jax_value_and_grad(loss, {"has_aux": True})
-  return lambda x: differentiated(x)[0][1]
-
-
-FORMS = {
-  "eager": _identity,
-  "jit": jax_jit,
-  "nested jit of checkpoint": lambda f: jax_jit(
-    lambda *args: jax_jit(gradient_checkpoint(f))(*args)
-  ),
-  "jit of value_and_grad": lambda f: jax_jit(_with_gradient(f)),
-}
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_a_loop_draws_the_numbers_of_the_unrolled_one(form):
   torch.manual_seed(0)
-  expected, after = _unrolled(_x()), _rand()
+  expected, after = _unrolled(ramp(3)), _rand()
   program = FORMS[form](_looped)
   for _ in range(2):  # the second call is compiled already
     torch.manual_seed(0)
-    drawn = program(_x())
+    drawn = program(ramp(3))
     for name, numbers in expected.items():
-      assert _same(_leaves(drawn[name]), _leaves(numbers)), name
+      assert all_equal(leaves(drawn[name]), leaves(numbers)), name
     assert torch.equal(_rand(), after)
 
 
 def test_loops_under_jax_vmap_draw_as_loops_in_a_python_loop():
-  rows = torch.stack([_x(), _x() + 5])
-  expected = _from_seed(lambda: [_leaves(_unrolled(row)) for row in rows])
+  rows = torch.stack([ramp(3), ramp(3) + 5])
+  expected = from_seed(lambda: [leaves(_unrolled(row)) for row in rows])
   n = (len(expected) - 1) // 2
   expected = [*map(torch.stack, zip(expected[:n], expected[n:-1])), expected[-1]]
-  mapped = jax_jit(jax_vmap(lambda x: _leaves(_looped(x)), randomness="different"))
-  assert _same(_from_seed(mapped, rows), expected)
+  mapped = jax_jit(jax_vmap(lambda x: leaves(_looped(x)), randomness="different"))
+  assert all_equal(from_seed(mapped, rows), expected)
 
 
 BODIES = {
@@ -151,15 +114,15 @@ BODIES = {
 
 @pytest.mark.parametrize("wrap", BODIES)
 def test_a_compiled_or_checkpointed_body_draws_the_same(wrap):
-  x, xs = _x(), torch.stack([_x(), _x() + 1, _x() + 2])
-  expected = _from_seed(scan_unrolled, _body, x, xs)
+  x, xs = ramp(3), torch.stack([ramp(3), ramp(3) + 1, ramp(3) + 2])
+  expected = from_seed(scan_unrolled, _body, x, xs)
   body = BODIES[wrap](_body)
-  assert _same(_from_seed(scan, body, x, xs), expected)
-  assert _same(_from_seed(jax_jit(lambda x, xs: scan(body, x, xs)), x, xs), expected)
+  assert all_equal(from_seed(scan, body, x, xs), expected)
+  assert all_equal(from_seed(jax_jit(lambda x, xs: scan(body, x, xs)), x, xs), expected)
 
 
 def test_iterations_and_calls_draw_different_numbers():
-  loop = lambda: scan(lambda c, _: (c, _rand()), _x(), length=4)[1]  # noqa: E731
+  loop = lambda: scan(lambda c, _: (c, _rand()), ramp(3), length=4)[1]  # noqa: E731
   compiled = jax_jit(lambda: (loop(), loop()))
   drawn = torch.cat([loop(), loop(), *compiled(), *compiled()])
   assert len({tuple(row) for row in drawn.tolist()}) == 24
@@ -170,14 +133,14 @@ def test_an_eager_loop_compiles_once_for_a_body_and_obeys_seeds():
 
   def body(carry, x):
     traces.append(None)
-    return _drop(carry), _rand()
+    return drop(carry), _rand()
 
   drawn = []
   for seed in (0, 1, 0):
     torch.manual_seed(seed)
-    drawn += [scan(body, _x(), length=3)[1]]
+    drawn += [scan(body, ramp(3), length=3)[1]]
     met = len(traces)
-    scan(body, _x() * 2, length=3)
+    scan(body, ramp(3) * 2, length=3)
     assert len(traces) == met
   assert torch.equal(drawn[0], drawn[2]) and not torch.equal(drawn[0], drawn[1])
 
@@ -187,7 +150,7 @@ def test_loops_with_bodies_made_for_one_call_are_dropped():
 
   def once():
     weight = torch.ones(3, device="jax")
-    scan(lambda c, _: (c * weight, _rand()), _x(), length=2)
+    scan(lambda c, _: (c * weight, _rand()), ramp(3), length=2)
     return weakref.ref(weight)
 
   held = [once() for _ in range(4)]
@@ -200,7 +163,7 @@ def test_the_ledger_shows_the_draws_of_each_iteration(env):
   def rows(program):
     torch.manual_seed(0)
     with env.rng.record() as ledger:
-      program(_x())
+      program(ramp(3))
     ledger.require_unique()
     assert len(ledger) == env.rng.state.count
     return [(draw.index, draw.shape, draw.key) for draw in ledger]
@@ -211,22 +174,22 @@ def test_the_ledger_shows_the_draws_of_each_iteration(env):
     assert rows(program) == expected
 
 
-# Gradients ---------------------------------------------------------------------------
+# Gradients ----------------------------------------------------------------------------
 
 
 def _loss(scan, fori_loop, weight, x, xs):
   def body(carry, x):
-    carry = _drop(torch.tanh(carry * weight) + x)
+    carry = drop(torch.tanh(carry * weight) + x)
     return carry, carry * weight
 
   carry, ys = scan(body, x, xs)
   carry, _ = scan(body, carry, xs, reverse=True, unroll=2)
-  carry = fori_loop(0, 2, lambda i, v: _drop(torch.sin(v) * (weight + i)), carry)
+  carry = fori_loop(0, 2, lambda i, v: drop(torch.sin(v) * (weight + i)), carry)
   return (carry * carry).sum() + ys.sum()
 
 
 def _operands() -> list[torch.Tensor]:
-  weight, x = torch.tensor([0.5, -1.0, 1.5]).to("jax"), _x() / 3
+  weight, x = torch.tensor([0.5, -1.0, 1.5]).to("jax"), ramp(3) / 3
   return [weight, x, torch.stack([x, x - 1, x + 1])]
 
 
@@ -241,7 +204,7 @@ def _by_torch(wrap, scan, fori_loop) -> list[torch.Tensor]:
   return results
 
 
-def _by_jax(wrap, scan, fori_loop, inner=_identity) -> list[torch.Tensor]:
+def _by_jax(wrap, scan, fori_loop, inner=identity) -> list[torch.Tensor]:
   loss = inner(lambda *args: _loss(scan, fori_loop, *args))
   step = wrap(jax_value_and_grad(loss, {"argnums": (0, 1, 2)}))
   results = []
@@ -252,9 +215,9 @@ def _by_jax(wrap, scan, fori_loop, inner=_identity) -> list[torch.Tensor]:
 
 
 GRADIENTS = {
-  "eager": (_by_torch, _identity),
+  "eager": (_by_torch, identity),
   "nested jit": (_by_torch, lambda f: jax_jit(lambda *args: jax_jit(f)(*args))),
-  "value_and_grad": (_by_jax, _identity),
+  "value_and_grad": (_by_jax, identity),
   "jit of value_and_grad of checkpoint": (
     functools.partial(_by_jax, inner=gradient_checkpoint),
     jax_jit,
@@ -265,8 +228,8 @@ GRADIENTS = {
 @pytest.mark.parametrize("form", GRADIENTS)
 def test_gradients_of_loops_are_those_of_the_unrolled_ones(form):
   differentiate, wrap = GRADIENTS[form]
-  expected = _from_seed(_by_torch, _identity, scan_unrolled, fori_unrolled)
-  found = _from_seed(differentiate, wrap, scan, fori_loop)
+  expected = from_seed(_by_torch, identity, scan_unrolled, fori_unrolled)
+  found = from_seed(differentiate, wrap, scan, fori_loop)
   assert torch.equal(found[-1], expected[-1])
   for one, other in zip(found, expected):
     torch.testing.assert_close(one.cpu(), other.cpu())
@@ -278,7 +241,7 @@ def _penalty(scan, wrap, keeps: bool) -> tuple[torch.Tensor, ...]:
   kept = []
 
   def f(x):
-    body = lambda c, x: (_drop(c * weight * c) + x, None)  # noqa: E731
+    body = lambda c, x: (drop(c * weight * c) + x, None)  # noqa: E731
     kept.append(body if keeps else None)
     return scan(body, x, xs)[0]
 
@@ -291,14 +254,14 @@ def _penalty(scan, wrap, keeps: bool) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize(
   "wrap, keeps",
   [
-    pytest.param(_identity, True, id="eager"),
+    pytest.param(identity, True, id="eager"),
     pytest.param(jax_jit, False, id="jit"),
-    pytest.param(_identity, False, id="eager, with a body made for one call"),
+    pytest.param(identity, False, id="eager, with a body made for one call"),
   ],
 )
 def test_second_derivatives_of_a_loop_have_its_masks(wrap, keeps):
-  expected = _from_seed(_penalty, scan_unrolled, _identity, True)
-  found = _from_seed(_penalty, scan, wrap, keeps)
+  expected = from_seed(_penalty, scan_unrolled, identity, True)
+  found = from_seed(_penalty, scan, wrap, keeps)
   assert torch.equal(found[-1], expected[-1])
   for one, other in zip(found, expected):
     torch.testing.assert_close(one.cpu(), other.cpu())
@@ -309,28 +272,14 @@ def test_a_body_may_differentiate_what_it_closes_over():
   weight = torch.ones(3, device="jax", requires_grad=True)
 
   def body(carry, _):
-    (gradient,) = torch.autograd.grad((_drop(weight) * weight * carry).sum(), weight)
+    (gradient,) = torch.autograd.grad((drop(weight) * weight * carry).sum(), weight)
     return carry + gradient, None
 
-  expected = _from_seed(lambda: scan_unrolled(body, _x(), length=2)[0])
-  assert _same(_from_seed(lambda: scan(body, _x(), length=2)[0]), expected)
+  expected = from_seed(lambda: scan_unrolled(body, ramp(3), length=2)[0])
+  assert all_equal(from_seed(lambda: scan(body, ramp(3), length=2)[0]), expected)
 
 
-def test_the_gradient_of_a_branch_is_that_of_the_branch_taken():
-  branches = (lambda x: _drop(x) * x, lambda x: _drop(_drop(x)) * 3)
-  loss = lambda pred, x: cond(pred, *branches, x).sum()  # noqa: E731
-  compiled = jax_jit(loss)
-  for pred, branch in zip((True, False), branches):
-    x = _x(64).requires_grad_()
-    torch.manual_seed(0)
-    expected = torch.autograd.grad(branch(x).sum(), x)
-    for program in (loss, compiled):
-      torch.manual_seed(0)
-      value = program(torch.tensor(pred).to("jax"), x)
-      assert _same(torch.autograd.grad(value, x), expected)
-
-
-# Loops whose length is not known -----------------------------------------------------
+# Loops whose length is not known ------------------------------------------------------
 
 
 def _filled(loop, n: int, rows: int = 4) -> torch.Tensor:
@@ -373,7 +322,7 @@ def test_iterations_of_a_dynamic_loop_draw_fresh_numbers(env, name):
   for wrap in FORMS:
     if "grad" not in wrap:
       torch.manual_seed(0)
-      assert _same(FORMS[wrap](program)(n), expected), wrap
+      assert all_equal(FORMS[wrap](program)(n), expected), wrap
       assert env.rng.state.count == 3
 
 
@@ -413,7 +362,7 @@ def test_draws_of_a_dynamic_loop_are_not_draws_of_the_stream():
   assert not set(map(tuple, drawn.tolist())) & set(map(tuple, stream.tolist()))
 
 
-# Loops that draw nothing -------------------------------------------------------------
+# Loops that draw nothing --------------------------------------------------------------
 
 QUIET = {
   "scan": lambda x: scan(lambda c, _: (c * 2, c), x, length=3),
@@ -431,83 +380,18 @@ QUIET = {
 @pytest.mark.parametrize("name", QUIET)
 def test_a_loop_that_draws_nothing_leaves_the_stream_alone(env, name):
   before = env.rng.state.state_dict()
-  QUIET[name](_x())
+  QUIET[name](ramp(3))
   compiled = jax_jit(QUIET[name])
-  compiled(_x())
+  compiled(ramp(3))
   assert env.rng.state.state_dict() == before
   signature = next(
-    line for line in compiled.lower(_x()).as_text().splitlines() if "@main" in line
+    line for line in compiled.lower(ramp(3)).as_text().splitlines() if "@main" in line
   )
   arguments = signature.split("->")[0]
   assert "ui32" not in arguments and arguments.count("%arg") <= 2
 
 
-# Branches ----------------------------------------------------------------------------
-
-
-def _branches():
-  return [
-    lambda x: x,
-    lambda x: _rand(),
-    lambda x: _drop(x) + _rand() + _rand(),
-  ]
-
-
-each_wrap = pytest.mark.parametrize("wrap", ["eager", "nested jit of checkpoint"])
-
-
-@each_wrap
-def test_a_branch_draws_what_it_would_draw_first(env, wrap):
-  program = FORMS[wrap](lambda index, x: switch(index, _branches(), x))
-  for taken, branch in enumerate(_branches()):
-    torch.manual_seed(0)
-    expected = branch(_x())
-    torch.manual_seed(0)
-    assert torch.equal(program(torch.tensor(taken).to("jax"), _x()), expected)
-    assert env.rng.state.count == 3  # as far as the branch that draws most
-
-
-def test_an_index_out_of_range_takes_the_nearest_branch():
-  branches = _branches()
-  drawn = {n: _from_seed(switch, n, branches, _x()) for n in (-1, 0, 2, 7)}
-  assert _same(drawn[-1], drawn[0]) and _same(drawn[7], drawn[2])
-  assert not _same(drawn[0], drawn[2])
-
-
-@pytest.mark.parametrize("pred", [True, False, torch.tensor(True)], ids=repr)
-def test_a_condition_known_to_python_draws_as_one_that_is_not(pred):
-  one, two = _branches()[1:]
-  traced = torch.tensor(bool(pred)).to("jax")
-  expected = _from_seed(cond, traced, one, two, _x())
-  assert _same(_from_seed(cond, pred, one, two, _x()), expected)
-
-
-def test_draws_after_cond_do_not_depend_on_the_branch():
-  compiled = jax_jit(lambda pred: cond(pred, _rand, lambda: _rand() + _rand()))
-  after = []
-  for pred in (True, False):
-    torch.manual_seed(0)
-    compiled(torch.tensor(pred).to("jax"))
-    after.append(_rand())
-  assert torch.equal(*after)
-
-
-def test_cond_in_scan_draws_from_the_position_of_its_iteration():
-  def body(carry, turn):
-    return carry, cond(turn % 2 == 0, _rand, lambda: _rand() * _rand())
-
-  def unrolled():
-    ys = []
-    for turn in range(4):
-      first, second = _rand(), _rand()
-      ys.append(first * second if turn % 2 else first)
-    return _x(), torch.stack(ys)
-
-  turns = torch.arange(4, device="jax")
-  assert _same(_from_seed(scan, body, _x(), turns), _from_seed(unrolled))
-
-
-# Generators --------------------------------------------------------------------------
+# Generators ---------------------------------------------------------------------------
 
 
 def _draw_of(generator) -> torch.Tensor:
@@ -519,8 +403,8 @@ def _generator_program(generator, other, scan, fori_loop):
     noise = torch.randn(3, generator=generator, device="jax")
     return carry + _draw_of(other), (noise, _rand(), _draw_of(generator))
 
-  carry, ys = scan(body, _x() * 0, torch.stack([_x(), _x()]))
-  carry, zs = scan(body, carry, torch.stack([_x()] * 3), reverse=True)
+  carry, ys = scan(body, ramp(3) * 0, torch.stack([ramp(3), ramp(3)]))
+  carry, zs = scan(body, carry, torch.stack([ramp(3)] * 3), reverse=True)
   return carry, ys, zs, fori_loop(0, 2, lambda i, v: v + _draw_of(generator), carry)
 
 
@@ -529,10 +413,10 @@ def test_a_generator_in_a_loop_draws_as_in_a_python_loop(wrap):
   def run(wrap, *loops):
     generators = [torch.Generator().manual_seed(n) for n in (1, 2)]
     program = wrap(lambda: _generator_program(*generators, *loops))
-    results = [_from_seed(program), _from_seed(program)]
+    results = [from_seed(program), from_seed(program)]
     return results, [generator.get_state() for generator in generators]
 
-  expected, states = run(_identity, scan_unrolled, fori_unrolled)
+  expected, states = run(identity, scan_unrolled, fori_unrolled)
   drawn, after = run(FORMS[wrap], scan, fori_loop)
   for one, other in zip(drawn, expected):
     for first, second in zip(one, other):
@@ -550,31 +434,13 @@ def test_generator_with_in_place_changes_draws_as_a_python_loop():
     def body(carry, _):
       return carry, total.add_(_draw_of(generator)) * 1
 
-    drawn = _from_seed(lambda: [scan(body, _x(), length=2) for _ in range(2)])
+    drawn = from_seed(lambda: [scan(body, ramp(3), length=2) for _ in range(2)])
     return [*drawn, generator.get_state()]
 
-  assert _same(run(scan), run(scan_unrolled))
+  assert all_equal(run(scan), run(scan_unrolled))
 
 
-def test_a_generator_in_a_branch_draws_what_it_would_draw_first():
-  generator, other = (torch.Generator().manual_seed(3) for _ in range(2))
-  compiled = jax_jit(
-    lambda pred: cond(
-      pred, lambda: _draw_of(generator), lambda: _draw_of(generator) + _draw_of(other)
-    )
-  )
-  first = compiled(torch.tensor(True).to("jax"))
-  second = compiled(torch.tensor(False).to("jax"))
-  twin = torch.Generator().manual_seed(3)
-  drawn = [_draw_of(twin) for _ in range(2)]
-  assert torch.equal(first, drawn[0])
-  # Both generators have moved with each call, whichever branch was taken.
-  assert torch.equal(second, drawn[1] + drawn[1])
-  assert torch.equal(generator.get_state(), twin.get_state())
-  assert torch.equal(other.get_state(), twin.get_state())
-
-
-# Closed-over tensors that change -----------------------------------------------------
+# Closed-over tensors that change ------------------------------------------------------
 
 
 @each_wrap
@@ -589,10 +455,10 @@ def test_statistics_that_a_body_updates_come_back(wrap):
 
     xs = torch.arange(24.0).view(2, 4, 3).to("jax")
     program = wrap(lambda x: scan(body, x, xs)[0])
-    drawn = _from_seed(lambda: [program(xs[0]), program(xs[1])])
+    drawn = from_seed(lambda: [program(xs[0]), program(xs[1])])
     return [*drawn, noise.clone(), *norm.buffers()]
 
-  expected = run(_identity, scan_unrolled)
+  expected = run(identity, scan_unrolled)
   found = run(FORMS[wrap], scan)
   assert expected[-1].item() == 4  # batches tracked
   assert torch.equal(found[3], expected[3]) and torch.equal(found[-1], expected[-1])
@@ -609,37 +475,26 @@ def test_in_place_changes_in_a_dynamic_loop_are_returned(name):
     total.add_(noise)
     return value + noise
 
-  for wrap in (_identity, jax_jit):
+  for wrap in (identity, jax_jit):
     total.zero_()
     n = torch.tensor(3).to("jax")
     out = wrap(lambda n: UNKNOWN[name](n, body, torch.zeros(3, device="jax")))(n)
     assert torch.equal(total, out) and bool((total > 0).all())
 
 
-def test_what_a_branch_changes_in_place_comes_back():
-  counter = torch.zeros(3, device="jax")
-  compiled = jax_jit(lambda pred: cond(pred, lambda: counter.add_(_rand()), _rand))
-  _ = compiled(torch.tensor(False).to("jax"))
-  assert not counter.any()
-  expected = _from_seed(_rand)[0]
-  torch.manual_seed(0)
-  compiled(torch.tensor(True).to("jax"))
-  assert torch.equal(counter, expected)
+# No iterations ------------------------------------------------------------------------
 
 
-# No turns ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("wrap", [_identity, jax_jit])
+@pytest.mark.parametrize("wrap", [identity, jax_jit])
 def test_a_scan_over_nothing_gives_its_carry_and_draws_nothing(env, wrap):
   generator = torch.Generator().manual_seed(0)
 
   def body(carry, x):
     noise = torch.rand(3, device="jax", generator=generator)
-    return _drop(carry) + x + noise, carry.sum()
+    return drop(carry) + x + noise, carry.sum()
 
   before, of_generator = env.rng.state, generator.get_state()
-  x = _x().requires_grad_()
+  x = ramp(3).requires_grad_()
   last, ys = wrap(lambda x: scan(body, x, torch.ones(0, 3, device="jax")))(x)
   (gradient,) = torch.autograd.grad(last.sum(), x)
   assert torch.equal(last, x) and ys.shape == (0,)
