@@ -1,4 +1,4 @@
-"""Private API of torch, used in this folder only; `test_torch_compat.py` checks that.
+"""Private API of torch, used in this folder only; `test_layers.py` checks that.
 
 Each file has one theme; this file collects their public names. Every private name is
 looked up by `private.find`, which states its feature and the replacement for versions
