@@ -70,7 +70,6 @@ from torchax.tensor import Tensor
 
 # Tensors ------------------------------------------------------------------------------
 
-
 PLACED = {
   (Shard(0), Shard(1)): PartitionSpec("dp", "tp"),
   (Shard(1), Replicate()): PartitionSpec(None, "dp"),
@@ -414,7 +413,6 @@ def a_sharded_batch_is_reduced_once_for_each_gradient():
 
 
 # Refusals -----------------------------------------------------------------------------
-
 
 REFUSALS = {
   "more devices than there are": (

@@ -177,7 +177,6 @@ def test_a_lowering_whose_shape_depends_on_data_is_not_compiled():
 
 # Options ------------------------------------------------------------------------------
 
-
 NUMBERS = (True, 1, 1.0, 0.0, -0.0, float("inf"), 1j)
 
 
@@ -240,7 +239,6 @@ def test_builtins_declare_if_they_do_not_compile():
 
 
 # Duplicates and replacements ----------------------------------------------------------
-
 
 REGISTER = {
   "op": lambda operation, func: op(operation)(func),
@@ -317,7 +315,6 @@ def test_a_user_may_replace_a_lowering_of_the_library():
 
 
 # Kinds --------------------------------------------------------------------------------
-
 
 KINDS = {
   (True, False, False): Kind.ARRAYS,

@@ -134,7 +134,6 @@ def test_innermost_unwraps_transforms():
 
 # The arguments of to ------------------------------------------------------------------
 
-
 PARSED = {
   "device": (("cpu",), {}, (torch.device("cpu"), None)),
   "index": (("jax:0",), {}, (torch.device("jax:0"), None)),
