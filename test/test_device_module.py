@@ -1,4 +1,4 @@
-"""`torch.jax`: devices, memory, streams, and torch's random functions."""
+"""`torch.jax`: devices, and torch's random functions."""
 
 import contextlib
 import threading
@@ -9,7 +9,6 @@ import torch
 
 import torchax
 from torchax import rng
-from torchax.devices import memory, placement
 from torchax.errors import NoSuchDeviceError, SeedError
 from torchax.interop import jax_jit
 from torchax.rng import RngState
@@ -138,120 +137,6 @@ def test_device_properties_equal_jax_properties():
   assert torch.jax.get_device_capability() == (found.major, found.minor)
   assert torch.jax.is_bf16_supported()
   assert torch.float32 in torch.accelerator.get_device_capability()["supported_dtypes"]
-
-
-# Memory; JAX keeps no figures of the CPU, so a device that has some stands in ---------
-
-
-class _Counting:
-  """Fake of a device with memory statistics."""
-
-  platform = "gpu"
-
-  def __init__(self):
-    self.figures = {"bytes_in_use": 30, "peak_bytes_in_use": 50, "bytes_limit": 100}
-
-  def memory_stats(self):
-    return self.figures
-
-
-@pytest.fixture
-def counting(monkeypatch):
-  _rand()
-  device = _Counting()
-  monkeypatch.setattr(placement, "jax_device", lambda index: device)
-  monkeypatch.setattr(memory, "_peaks", {})
-  return device
-
-
-def test_memory_statistics_equal_jax_statistics(counting):
-  assert torch.jax.memory_allocated() == torch.accelerator.memory_allocated() == 30
-  assert torch.jax.max_memory_allocated() == 50
-  assert torch.accelerator.max_memory_allocated() == 50
-  assert torch.jax.mem_get_info() == torch.accelerator.get_memory_info() == (70, 100)
-  assert torch.jax.memory_stats()["bytes_limit"] == 100
-  assert "bytes_in_use: 30" in torch.jax.memory_summary()
-
-
-def test_reset_peak_equals_jax_peak_once_it_grows(counting):
-  torch.jax.reset_peak_memory_stats()
-  assert torch.jax.max_memory_allocated() == 30
-  counting.figures["bytes_in_use"] = 40
-  assert torch.jax.max_memory_allocated() == 40
-  counting.figures["bytes_in_use"] = 20
-  assert torch.jax.max_memory_allocated() == 40
-  counting.figures["peak_bytes_in_use"] = 60
-  assert torch.jax.max_memory_allocated() == 60
-
-
-def test_cpu_reports_total_memory_but_no_statistics():
-  assert torch.jax.memory_stats() == {} and torch.jax.memory_allocated() == 0
-  assert torch.accelerator.memory_allocated() == torch.jax.max_memory_reserved() == 0
-  free, total = torch.jax.mem_get_info()
-  assert 0 < free <= total
-  for release in (torch.jax.empty_cache, torch.jax.ipc_collect):
-    assert release() is None
-  torch.accelerator.empty_cache()
-  torch.accelerator.reset_peak_memory_stats()
-
-
-# Streams and events -----------------------------------------------------------------
-
-
-def test_there_is_one_stream():
-  stream = torch.accelerator.current_stream()
-  assert isinstance(stream, torch.Stream) and stream.device == torch.device("jax:0")
-  assert stream == torch.jax.default_stream() == torch.jax.Stream(priority=-1)
-  with torch.jax.stream(torch.jax.Stream()), torch.jax.Stream():
-    work = torch.ones(300, 300, device="jax") @ torch.ones(300, 300, device="jax")
-  stream.wait_stream(torch.jax.Stream())
-  stream.synchronize()
-  assert work.jax().is_ready() and stream.query() and not stream.is_capturing()
-  torch.accelerator.set_stream(stream)
-
-
-def test_events_measure_elapsed_time_of_the_work_between():
-  a = torch.ones(700, 700, device="jax")
-  start, end = (torch.jax.Event(enable_timing=True) for _ in range(2))
-  start.record()
-  product = a @ a
-  torch.jax.current_stream().record_event(end)
-  assert product.jax().is_ready()
-  assert 0 < start.elapsed_time(end) < 60_000
-  end.synchronize()
-  assert end.query() and isinstance(end, torch.Event)
-
-
-def test_stream_created_by_torch_does_not_wait():
-  stream, ours = torch.Stream("jax"), torch.jax.current_stream()
-  with stream:
-    work = torch.ones(2, device="jax") + 1
-  stream.wait_stream(ours)
-  ours.wait_stream(stream)
-  stream.wait_event(torch.jax.Event())
-  ours.wait_event(stream.record_event())
-  stream.synchronize()
-  assert stream.query() and stream.device == torch.device("jax:0")
-  assert isinstance(stream, torch.Stream) and work.tolist() == [2.0, 2.0]
-
-
-def test_event_created_by_torch_is_not_waited_for():
-  event = torch.Event("jax")
-  torch.jax.current_stream().record_event(event)
-  assert event.query()
-  with pytest.raises(RuntimeError, match="doesn't support synchronizing events"):
-    event.synchronize()
-
-
-def test_elapsed_time_of_untimed_event_raises():
-  untimed, timed = torch.jax.Event(), torch.jax.Event(enable_timing=True)
-  with pytest.raises(RuntimeError, match="enable_timing=True"):
-    untimed.elapsed_time(timed)
-  with pytest.raises(RuntimeError, match="record"):
-    timed.elapsed_time(torch.jax.Event(enable_timing=True))
-  untimed.record()
-  untimed.synchronize()
-  assert untimed.query()
 
 
 # Seeds ------------------------------------------------------------------------------
