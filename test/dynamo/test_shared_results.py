@@ -119,7 +119,7 @@ def test_view_survives_a_graph_break():
     compiled(function)(torch.ones(3, device="jax"))
 
 
-def test_result_returned_twice_changes_in_place_with_its_gradient():
+def test_result_returned_twice_changes_with_its_gradient():
   def function(x):
     double = x * 2
     return double, torch.atleast_1d(double)

@@ -331,7 +331,7 @@ def test_a_captured_tensor_never_joins_a_traced_graph(wrap):
 
 
 def test_second_derivatives_repeat_the_draws_of_forward():
-  """Second derivatives run the function again, with the words of the generator's call."""
+  """Second derivatives run the function again, with the generator's words."""
   generator, x, found = torch.Generator(), _x(), []
 
   def f(x):

@@ -171,6 +171,7 @@ class Event(torch.Event):
     if isinstance(device, bool):  # torch.cuda.Event has `enable_timing` first
       device, enable_timing = None, device
     index = placement.checked_index(device)
+    torch_compat.register_guard()
     event = super().__new__(cls, device="jax", enable_timing=enable_timing)
     event._index, event._takes_time, event._time = index, enable_timing, None
     event._is_recorded = False

@@ -210,7 +210,7 @@ def _save(ctx, tensors, pullback) -> None:
     ctx.save_for_backward(*tensors)
     ctx.pullback, ctx.holds = pullback, False
   else:
-    holder: Any = torch_compat.holder()
+    holder: Any = torch_compat.attribute_holder()
     holder.tensors = [(tensor, tensor._version) for tensor in tensors]
     holder.pullback = pullback
     ctx.save_for_backward(holder)

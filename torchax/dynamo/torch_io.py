@@ -20,7 +20,7 @@ from torch import fx
 
 from torchax.core import mappings, narrowing
 from torchax.errors import MixedDeviceError
-from torchax.graphs import memory
+from torchax.graphs import strided
 from torchax.registry.names import aten
 
 _SCALAR_TENSOR = aten.scalar_tensor.default
@@ -61,7 +61,7 @@ class Result:
 
   def __init__(self, like: torch.Tensor):
     self.dtype = like.dtype
-    self.order = memory.memory_order(like)
+    self.order = strided.memory_order(like)
     self.inverse = None
     if self.order is not None:
       self.inverse = tuple(int(axis) for axis in np.argsort(self.order))
@@ -203,7 +203,7 @@ def _base(node: fx.Node) -> tuple[fx.Node, tuple]:
 
 def _viewed_node(node: fx.Node) -> fx.Node | None:
   """Return the node that `node` views with constant arguments, if any."""
-  source = memory.viewed(node)
+  source = strided.viewed(node)
   return source if node.all_input_nodes == [source] else None
 
 

@@ -15,7 +15,7 @@ import torch
 from jax.extend.core import InconclusiveDimensionOperation
 
 from torchax.compat import jax_compat, torch_compat, user_code
-from torchax.compat.torch_compat.active_functions import at
+from torchax.compat.torch_compat.active_functions import at_path
 from torchax.core import mappings
 from torchax.dispatch import device_plans
 from torchax.dispatch.decomposed import DecompositionPlan
@@ -24,8 +24,8 @@ from torchax.dispatch.plans import Plan
 from torchax.dispatch.transfer import ToCopyPlan
 from torchax.environment import env_on
 from torchax.errors import DataDependentError, OperatorNotFound
-from torchax.graphs import higher_order, lowerings, memory
-from torchax.graphs.fx import is_marked_random, meta, place_of, site_of, where
+from torchax.graphs import higher_order, lowerings, strided
+from torchax.graphs.fx import is_marked_random, meta, site_of, source_line, where
 from torchax.interop.views import call_torch
 from torchax.registry.names import aten
 from torchax.registry.schema import schema_of
@@ -122,7 +122,7 @@ class JaxInterpreter(torch.fx.Interpreter):
       def operation(**named):
         return run_operation(target, tuple(named.values()), {})
 
-      return memory.run(self.node, operation, args, kwargs, self.env)
+      return strided.run(self.node, operation, args, kwargs, self.env)
     if target in _VIEWS_OF_BYTES:
       mappings.check_bytes(meta(self.node.args[0]).dtype, args[1])
     if env_on().config.check_indices:

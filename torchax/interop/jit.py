@@ -240,7 +240,7 @@ class Jitted(Generic[P, R]):
         tensors = traced.captures.tensors
         called = RecordedCall(
           leaves, bases, (args, kwargs), tensors, captured, effects.changes,
-          rng, alive, amp.dtype_in_force(), host_numbers.all_given(),
+          rng, alive, amp.dtype_in_force(), host_numbers.current_argument_values(),
         )  # fmt: skip
         differentiate = functools.partial(self._differentiable_gradients, called)
         results = (out, effects.assigned)
@@ -277,7 +277,7 @@ class Jitted(Generic[P, R]):
         function, {}, self.traced.captures.tensors
       )
     args = (called.rng, given.dynamic, list(gradients))
-    with host_numbers.given(called.numbers):
+    with host_numbers.argument_values(called.numbers):
       return jitted.call(None, args, {}, applies_effects=False, alive=called.alive)
 
   def _gradient(self, program, given, treedef, autocast, rng, tensors, gradients):

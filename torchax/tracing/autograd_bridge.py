@@ -131,7 +131,8 @@ def record(
     None if no output requires a gradient, or the function has freed its graph.
   """
   wanted = [*arguments.values(), *roots]
-  indices, leaves = [], []
+  indices: list[int] = []
+  leaves: list[int] = []
   for index, output in enumerate(outputs):
     if isinstance(output, Tensor) and output.requires_grad:
       (indices if _has_graph(output, wanted) else leaves).append(index)
