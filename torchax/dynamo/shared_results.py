@@ -10,6 +10,8 @@ import collections
 import dataclasses
 from collections.abc import Callable, Sequence
 
+import jax
+import numpy as np
 import torch
 
 from torchax.core import mappings, view_steps
@@ -110,7 +112,7 @@ def box(args: Sequence, results: Sequence) -> list:
     else:
       continue
     for number in group:
-      steps = _steps(results[number], viewed)
+      steps = _steps(results[number], viewed, undoes=is_input)
       if steps is not None and (is_input or number != base):
         has_gradient = results[number].requires_grad
         is_same = results[number] is viewed
@@ -119,14 +121,43 @@ def box(args: Sequence, results: Sequence) -> list:
   return boxed
 
 
-def _steps(value: Tensor, base: Tensor) -> tuple[ViewInfo, ...] | None:
-  """Return the steps from a base to a view; None if they cannot be repeated."""
+def _steps(
+  value: Tensor, base: Tensor, undoes: bool = False
+) -> tuple[ViewInfo, ...] | None:
+  """Return the steps from a base to a view; None if they cannot be repeated.
+
+  Args:
+    value: the view.
+    base: the base.
+    undoes: the base may have changed its shape in place after the view was created.
+  """
   prefix, infos = base._chain.infos, value._chain.infos
-  steps = infos[len(prefix) :]
+  pairs = enumerate(zip(prefix, infos))
+  fewest = min(len(prefix), len(infos))
+  shared = next((n for n, (one, other) in pairs if one != other), fewest)
+  undone = _undone(base, shared) if undoes else ()
+  if undone is None or not (undoes or shared == len(prefix)):
+    return None
+  steps = (*undone, *infos[shared:])
   has_gradient = base.requires_grad or not value.requires_grad
   is_known = all(type(step) in _OPERATIONS for step in steps)
-  is_view = infos[: len(prefix)] == prefix
-  return steps if is_view and has_gradient and is_known else None
+  return steps if has_gradient and is_known else None
+
+
+def _undone(tensor: Tensor, start: int) -> tuple[ViewInfo, ...] | None:
+  """Return steps that undo those of a tensor from `start` on; None if some cannot."""
+  array, undone = tensor._storage.read(), []
+  for number, step in enumerate(tensor._chain.infos):
+    before, array = array, jax.eval_shape(step.transform_tensor, array)
+    if number < start:
+      continue
+    if isinstance(step, view_steps.ReshapeInfo):
+      undone.append(view_steps.ReshapeInfo(before.shape))
+    elif isinstance(step, view_steps.PermuteInfo):
+      undone.append(view_steps.PermuteInfo(tuple(map(int, np.argsort(step.dims)))))
+    else:
+      return None
+  return tuple(reversed(undone))
 
 
 def _base_of(values: list[Tensor]) -> Tensor:
