@@ -59,3 +59,13 @@ def test_overlapping_arguments_that_change_are_refused():
     change(x, x[0])
   assert_same(x, A)
   assert_same(jax_jit(lambda a, b: a + b)(x, x[0]), A + A[0])
+
+
+@pytest.mark.parametrize("view", [lambda x: x[:, 1:], lambda x: x[0, ::2]])
+def test_strided_view_of_argument_with_gaps_is_refused(view):
+  base = torch.arange(12.0, device="jax").reshape(3, 4)
+  with pytest.raises(MutationError, match="gaps in memory"):
+    jax_jit(lambda part: part.as_strided((2,), (1,)))(view(base))
+  dense = base.t()
+  found = jax_jit(lambda part: part.as_strided((2,), (1,)))(dense)
+  assert_same(found, A[0, :2])

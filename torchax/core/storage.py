@@ -198,7 +198,13 @@ class WithoutDevice(Storage):
   __slots__ = ()
 
 
-class Payload:
+class Excerpt(Storage):
+  """Storage of an argument with gaps in memory: the gaps are shorter, and zero."""
+
+  __slots__ = ()
+
+
+class Content:
   """Opaque payload for `__tensor_flatten__`; all are equal, so Dynamo adds no guard."""
 
   __slots__ = ("storage", "chain", "env")

@@ -15,7 +15,7 @@ import torch
 from torchax.compat import jax_compat, torch_compat
 from torchax.core import grad_mode, mappings
 from torchax.core.chains import WHOLE, Chain, chain_of
-from torchax.core.storage import Rebindings, Storage, active
+from torchax.core.storage import Excerpt, Rebindings, Storage, active
 from torchax.core.view_steps import (
   AsStridedInfo,
   ComplexAsRealInfo,
@@ -260,6 +260,7 @@ class ViewPlan:
     if self.step is _strided:
       if self.op is aten.as_strided.default:
         _require_strides(*args[1:3], **kwargs)
+        _require_memory(source)
       return _strided_chain(source, layout)
     return source._chain.append(self.step(source, layout, *args[1:], **kwargs))
 
@@ -312,6 +313,15 @@ def _require_strides(size=(), stride=(), **_) -> None:
     raise RuntimeError(
       "as_strided: Negative strides are not supported at the moment, got strides: "
       f"{list(stride)}"
+    )
+
+
+def _require_memory(source: Tensor) -> None:
+  if type(source._storage) is Excerpt:
+    raise MutationError(
+      f"A strided view of an argument of shape {list(source.shape)}, which has gaps in "
+      "memory, is not available in a compiled function: it takes the elements without "
+      "the memory between them. Pass the base, or call `.contiguous()` before."
     )
 
 

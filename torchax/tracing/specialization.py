@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import torch
 
 from torchax.core.chains import WHOLE
+from torchax.core.storage import Excerpt
 from torchax.core.view_steps import memory_order
 from torchax.tensor import Tensor, new_tensor
 
@@ -142,7 +143,10 @@ class Layout(NamedTuple):
     """Return a tensor around an array, with this layout."""
     base = jnp.transpose(array, self.order)[..., None]
     padded = jnp.pad(base, [(0, int(gap)) for gap in self.gaps])
-    view: torch.Tensor = new_tensor(padded, env)
+    whole = new_tensor(padded, env)
+    if any(self.gaps):
+      whole._storage.__class__ = Excerpt
+    view: torch.Tensor = whole
     for position, size in enumerate(base.shape):
       if self.gaps[position]:
         view = torch.narrow(view, position, 0, size)
