@@ -159,7 +159,12 @@ _COPY = _of(
     "{v}.contiguous() * 2",
     "{v}.square()",
   ),
-  *("{v}.cumsum({d})", "{v}.sort({d}).values", "{v}.topk(2, {d}).values", "{v}.diff()"),
+  *(
+    "{v}.cumsum({d})",
+    "{v}.sort({d}).values",
+    "{v}.detach().topk(2, {d}).values",
+    "{v}.diff()",
+  ),
   *("torch.kron({v}, {w})", "torch.einsum('ij,kj->ik', {v}, {w})", "{v}.diag()"),
   *("torch.lerp({v}, {l}, 0.5)", "torch.addcmul({v}, {l}, {l})", "{v}.sign()"),
   *(
@@ -251,8 +256,7 @@ _ANYWHERE = _of(
   ),
 )
 
-# Writes to part of a tensor in which elements share memory. A write to all of it would
-# depend on torch's order of the writes.
+# Writes to tensors that show an element several times, each once.
 _IN_PART = ("{v}[..., 0].mul_({n})", "{v}[..., -1].add_(1)", "{v}[{a}].add_(1)")
 
 
@@ -279,9 +283,9 @@ def _in_place(context: Context) -> str | None:
     # torch runs cumsum_ of bool only for tensors without dims.
     is_odd = "cumsum_" in statement and context.tensor.dtype is torch.bool
     return None if is_odd else statement
-  if context.tensor.dim() and not _overlaps(context.tensor[..., 0]):
+  if not _overlaps(context.tensor[..., 0]):
     return _of(*_IN_PART[:2])(context)
-  return _of(*_IN_PART[2:])(context)
+  return None if _overlaps(context.tensor[0]) else _of(*_IN_PART[2:])(context)
 
 
 def _out(context: Context) -> str | None:
