@@ -103,6 +103,21 @@ def test_detached_slice_is_an_input_beside_its_base():
   assert_same(x.grad, torch.tensor([0.0, 1.0, 2.0]))
 
 
+@pytest.mark.parametrize(
+  "view",
+  [
+    lambda c: c.imag,
+    lambda c: torch.view_as_real(c)[1:, 0],
+    lambda c: torch.view_as_complex(c.real.reshape(2, 3, 2) * 1)[:, 1],
+    lambda c: c.conj()[1:],
+  ],
+)
+def test_view_that_converts_its_base_is_an_input(view):
+  c = torch.complex(torch.arange(12.0), 1 - torch.arange(12.0)).reshape(4, 3)
+  found = compiled(lambda view: view * 2)(view(c.to("jax")))
+  assert torch.equal(found.cpu(), view(c) * 2)
+
+
 @pytest.mark.parametrize("shape", [(0,), (0, 3)])
 def test_empty_tensor_is_an_input(shape):
   x = torch.ones(shape, device="jax", requires_grad=True)
