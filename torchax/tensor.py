@@ -386,8 +386,10 @@ class Tensor(torch.Tensor):
     self.replace_jax(grad_mode.with_derivative_of(self.jax(), other.jax()))
 
   def _is_view(self) -> bool:
-    # False after an in-place change of shape (`functions/reshapes.py`).
-    return super()._is_view() and "_has_hidden_base" not in self.__dict__
+    # False after an in-place change of shape (`functions/reshapes.py`), and for torch's
+    # tracers: they would repeat the views on a base of symbolic sizes.
+    is_view = super()._is_view() and "_has_hidden_base" not in self.__dict__
+    return is_view and not torch_compat.is_tracing()
 
   def is_set_to(self, tensor: TorchTensor) -> bool:
     """Return True if both alias the same elements of one storage."""

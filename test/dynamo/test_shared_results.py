@@ -118,6 +118,28 @@ def test_view_that_converts_its_base_is_an_input(view):
   assert torch.equal(found.cpu(), view(c) * 2)
 
 
+@pytest.mark.parametrize(
+  "view",
+  [
+    lambda x, n: x[:n:2],
+    lambda x, n: x[: 4 * n].view(n, 4)[:, 1:],
+    lambda x, n: x[: 4 * n].view(n, 4).t()[1:],
+    lambda x, n: x.as_strided((n,), (n,)),
+  ],
+)
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_views_of_several_sizes_are_inputs(view, needs_grad):
+  x = torch.arange(40.0, requires_grad=needs_grad)
+  run = compiled(lambda view: view * 2)
+  for size in (4, 5, 6):
+    ours = x.detach().to("jax").requires_grad_(needs_grad)
+    found, expected = run(view(ours, size)), view(x, size) * 2
+    assert torch.equal(found.cpu(), expected)
+    if needs_grad:
+      (gradient,) = torch.autograd.grad(found.sum(), ours)
+      assert torch.equal(gradient.cpu(), *torch.autograd.grad(expected.sum(), x))
+
+
 @pytest.mark.parametrize("shape", [(0,), (0, 3)])
 def test_empty_tensor_is_an_input(shape):
   x = torch.ones(shape, device="jax", requires_grad=True)

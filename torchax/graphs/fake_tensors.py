@@ -17,7 +17,6 @@ from torchax.environment import default_env
 from torchax.errors import ConversionError, MixedDeviceError, TracedStateError
 from torchax.functions import indexing
 from torchax.graphs import higher_order
-from torchax.registry.names import aten
 from torchax.tensor import META, Content, Tensor
 
 
@@ -192,9 +191,6 @@ def _dispatch(func, args, kwargs):
         f'{func} was given tensors on "jax" and one of shape {list(value.shape)} on '
         'cpu. Move it first: `.to("jax")`.'
       )
-  if func in _CONVERSIONS and args[0].is_complex() == (func is _CONVERSIONS[1]):
-    # torch's tracers convert the base of a view before they replay the view on it.
-    func = aten.alias.default
   plain_args, plain_kwargs = tree_map(_inner, args), tree_map(_inner, kwargs)
   try:
     result = func(*plain_args, **plain_kwargs)
@@ -204,9 +200,6 @@ def _dispatch(func, args, kwargs):
       raise
   result = torch_pytree.tree_map_only(torch.Tensor, Fake, result)
   return torch_compat.correct_aliasing(func, args, kwargs, result)
-
-
-_CONVERSIONS = (aten.view_as_real.default, aten.view_as_complex.default)
 
 
 def _by_lowering(func, args, kwargs):
