@@ -377,6 +377,22 @@ def test_a_view_whose_shape_changes_in_place_writes_to_its_base():
   assert_same(ours.grad, theirs.grad)
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, jax_jit], ids=["eager", "jit"])
+def test_shape_of_view_changes_under_no_grad_with_its_gradient(wrap):
+  def run(x):
+    view = x.mT.expand(2, 4, 4)
+    with torch.no_grad():
+      view.swapaxes_(-2, -3)
+    return (view * weights.to(x.device)).sum()
+
+  weights = torch.arange(32.0).reshape(4, 2, 4)
+  ours = torch.ones(4, 4, device="jax", requires_grad=True)
+  theirs = torch.ones(4, 4, requires_grad=True)
+  wrap(run)(ours).backward()
+  run(theirs).backward()
+  assert_same(ours.grad, theirs.grad)
+
+
 def test_a_tensor_of_changed_shape_can_be_trained_and_detached():
   x = torch.ones(2, 3, device="jax")
   x.t_()

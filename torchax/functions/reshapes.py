@@ -78,8 +78,9 @@ def _may_become_view(tensor) -> bool:
     return False
   if tensor.retains_grad:  # autograd has a weak reference to this object
     return False
-  is_recorded = torch.is_grad_enabled() and not tensor.is_leaf
-  return is_recorded or not tensor.requires_grad
+  # Under `no_grad` torch derives the graph of a changed view from its base.
+  is_recorded = torch.is_grad_enabled() or tensor._is_view()
+  return (is_recorded and not tensor.is_leaf) or not tensor.requires_grad
 
 
 def _exchange(tensor: Tensor, view: View) -> None:
