@@ -85,6 +85,13 @@ def test_results_with_gradients_share_memory(function, device):
     assert results[1].abs().sum() == 0.0
 
 
+def test_strided_view_of_transposed_input_shares_memory():
+  p = torch.arange(12.0, device="jax").reshape(4, 3)
+  found = compiled(lambda p: p[1:].as_strided((2, 2), (1, 2)))(p.t())
+  found.zero_()
+  assert p.flatten()[:6].tolist() == [0.0, 0.0, 0.0, 0.0, 0.0, 5.0]
+
+
 def test_result_reshaped_in_place_shares_memory():
   # AOTAutograd fails on plain tensors: sizes differ in its backward pass.
   x = torch.arange(24.0, device="jax").reshape(4, 6).requires_grad_()

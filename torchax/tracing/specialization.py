@@ -141,16 +141,17 @@ class Layout(NamedTuple):
 
   def tensor(self, array: jax.Array, env) -> torch.Tensor:
     """Return a tensor around an array, with this layout."""
-    base = jnp.transpose(array, self.order)[..., None]
-    padded = jnp.pad(base, [(0, int(gap)) for gap in self.gaps])
-    whole = new_tensor(padded, env)
-    if any(self.gaps):
-      whole._storage.__class__ = Excerpt
+    base = jnp.transpose(array, self.order)
+    inverse = [self.order.index(dim) for dim in range(array.ndim)]
+    if not any(self.gaps):
+      return torch.permute(new_tensor(base, env), inverse)
+    base = base[..., None]
+    whole = new_tensor(jnp.pad(base, [(0, int(gap)) for gap in self.gaps]), env)
+    whole._storage.__class__ = Excerpt
     view: torch.Tensor = whole
     for position, size in enumerate(base.shape):
       if self.gaps[position]:
         view = torch.narrow(view, position, 0, size)
-    inverse = [self.order.index(dim) for dim in range(array.ndim)]
     return torch.permute(torch.select(view, -1, 0), inverse)
 
 
