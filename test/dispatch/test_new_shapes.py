@@ -90,9 +90,10 @@ def test_gradient_of_dropout_uses_its_mask():
 
 
 def test_shared_bits_need_threefry_and_a_small_draw():
-  assert threefry.number_of_shared(jax.random.key(0), threefry.MOST_SHARED + 1) is None
-  assert threefry.number_of_shared(jax.random.key(0, impl="rbg"), 10) is None
-  assert threefry.number_of_shared(jax.random.key(0), 0) == threefry.LEAST_SHARED
+  count = threefry.shared_word_count
+  assert count(jax.random.key(0), threefry.MAX_SHARED_WORDS + 1) is None
+  assert count(jax.random.key(0, impl="rbg"), 10) is None
+  assert count(jax.random.key(0), 0) == threefry.MIN_SHARED_WORDS
 
 
 OTHER_KEYS = {
@@ -114,11 +115,11 @@ def test_keys_without_shared_bits_use_one_program(other, monkeypatch):
 
 
 @pytest.mark.parametrize(
-  "elements", [1, 7, threefry.LEAST_SHARED, threefry.LEAST_SHARED + 1]
+  "elements", [1, 7, threefry.MIN_SHARED_WORDS, threefry.MIN_SHARED_WORDS + 1]
 )
 def test_shared_bits_are_a_prefix_of_a_larger_draw(elements):
   key, count = jax.random.key(3), 5
-  number = threefry.number_of_shared(key, elements)
+  number = threefry.shared_word_count(key, elements)
   given = threefry.random_words(key, count, number)
   draw = jax.random.fold_in(key, count)
   for shape in [(elements,), (1, elements)]:

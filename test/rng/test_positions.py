@@ -15,7 +15,7 @@ def test_elements_are_those_of_the_whole_draw(shape, p):
   whole = samplers.bernoulli(key, shape, p)
   places = np.random.default_rng(0).permutation(whole.size).astype(np.uint32)
   found = uniform.bernoulli_at(
-    threefry.words_of(key), jnp.asarray(places), *uniform.steps_below(p)
+    jax.random.key_data(key), jnp.asarray(places), *uniform.steps_below(p)
   )
   np.testing.assert_array_equal(found, whole.reshape(-1)[places])
 

@@ -99,7 +99,7 @@ def _shared_word_count(key, operands, elements: Callable) -> int | None:
     return None
   numbers = []
   jax.eval_shape(lambda given: numbers.append(elements(*given)), operands)
-  return threefry.number_of_shared(key, numbers[0])
+  return threefry.shared_word_count(key, numbers[0])
 
 
 def _is_on_one_cpu(operand) -> bool:

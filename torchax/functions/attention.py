@@ -32,7 +32,7 @@ _words = torch.ops.torchax.attention_words.default
 
 @op(_words, kind=Kind.SAMPLER, distribution="bernoulli")
 def _attention_words(key, query, size):
-  return threefry.words_of(key)
+  return jax.random.key_data(key)
 
 
 @register_function(

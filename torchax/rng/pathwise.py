@@ -18,7 +18,7 @@ from jax import lax
 
 from torchax.rng.special_functions import exp_plus, log1p_minus, log_minus_digamma
 
-# `_reach` bisects log s in [log(bound) - _SPAN, log(bound)], _BISECTIONS times.
+# Bisections of [log(bound) - _SPAN, log(bound)] in `_log_upper_limit`.
 _SPAN, _BISECTIONS = 60.0, 10
 
 
@@ -27,7 +27,7 @@ def _resolution(dtype) -> tuple[float, int]:
   return (40.0, 320) if dtype == jnp.float64 else (18.0, 160)
 
 
-def _reach(exponent, bound, scale):
+def _log_upper_limit(exponent, bound, scale):
   """Bisect for log of an s with negligible s exp(exponent(s)), as it is at `bound`."""
   depth = _resolution(bound.dtype)[0]
 
@@ -51,7 +51,7 @@ def _integrate(weight, exponent, bound, scale):
     scale: below this s the integrand changes slowly, if it is not yet negligible.
   """
   depth, nodes = _resolution(bound.dtype)
-  high = _reach(exponent, bound, scale)
+  high = _log_upper_limit(exponent, bound, scale)
   low = jnp.minimum(high - jnp.log(depth), jnp.log(scale)) - depth
   step = (high - low) / nodes
 
@@ -69,7 +69,7 @@ def _log_ratio(x, y):
   return jnp.where(near, jnp.log1p(jnp.where(near, relative, 0)), jnp.log(x / y))
 
 
-def _below_gamma(alpha, x, excess):
+def _gamma_lower_tail(alpha, x, excess):
   """Compute dx/dα by the lower tail, t = x exp(-s); excess = log x - E log T < 0."""
   exponent = lambda s: (x - alpha) * s - x * exp_plus(s)  # noqa: E731
   depth = _resolution(x.dtype)[0]
@@ -78,7 +78,7 @@ def _below_gamma(alpha, x, excess):
   )
 
 
-def _above_gamma(alpha, x, excess):
+def _gamma_upper_tail(alpha, x, excess):
   """Compute dx/dα by the upper tail, t = x + s; excess > 0."""
 
   def exponent(s):
@@ -98,15 +98,15 @@ def gamma_gradient(alpha, x) -> jax.Array:
   wide = jnp.promote_types(dtype, jnp.float32)
   alpha, x = jnp.broadcast_arrays(alpha.astype(wide), x.astype(wide))
   excess = _log_ratio(x, alpha) + log_minus_digamma(alpha)
-  is_below = excess < 0
+  is_lower = excess < 0
   # Each tail is computed for all elements; unused ones get valid dummy arguments.
-  below = _below_gamma(
-    jnp.where(is_below, alpha, 2), jnp.where(is_below, x, 1), jnp.minimum(excess, 0)
+  lower = _gamma_lower_tail(
+    jnp.where(is_lower, alpha, 2), jnp.where(is_lower, x, 1), jnp.minimum(excess, 0)
   )
-  above = _above_gamma(
-    jnp.where(is_below, 1, alpha), jnp.where(is_below, 1, x), jnp.maximum(excess, 0)
+  upper = _gamma_upper_tail(
+    jnp.where(is_lower, 1, alpha), jnp.where(is_lower, 1, x), jnp.maximum(excess, 0)
   )
-  return jnp.where(is_below, below, above).astype(dtype)
+  return jnp.where(is_lower, lower, upper).astype(dtype)
 
 
 def _beta_exponent(a, b, odds):
@@ -124,7 +124,7 @@ def _beta_exponent(a, b, odds):
   return exponent
 
 
-def _beta_side(weight, a, b, odds):
+def _beta_tail(weight, a, b, odds):
   depth = _resolution(a.dtype)[0]
   bound = (depth + jnp.maximum(b - 1, 0) * jnp.log1p(odds)) / a
   return _integrate(weight, _beta_exponent(a, b, odds), bound, scale=1 / odds)
@@ -145,20 +145,20 @@ def dirichlet_gradient(x, alpha, total) -> jax.Array:
   near_one = jnp.log1p(beta / alpha) + jnp.log1p(-(1 - x))
   excess = jnp.where(x > 0.5, near_one, _log_ratio(x * total, alpha))
   excess += log_minus_digamma(alpha) - log_minus_digamma(total)
-  is_below = excess < 0
-  pick = lambda value: jnp.where(is_below, value, 1)  # noqa: E731
-  below = pick(odds) * _beta_side(
-    lambda s: s - jnp.minimum(excess, 0), pick(alpha), pick(beta), pick(odds)
+  is_lower = excess < 0
+  if_lower = lambda value: jnp.where(is_lower, value, 1)  # noqa: E731
+  if_upper = lambda value: jnp.where(is_lower, 1, value)  # noqa: E731
+  lower = if_lower(odds) * _beta_tail(
+    lambda s: s - jnp.minimum(excess, 0), *map(if_lower, (alpha, beta, odds))
   )
-  pick = lambda value: jnp.where(is_below, 1, value)  # noqa: E731
-  inverse = pick(1 / odds)
-  above = _beta_side(
+  inverse = if_upper(1 / odds)
+  upper = _beta_tail(
     lambda s: jnp.log1p(-inverse * jnp.expm1(-s)) + jnp.maximum(excess, 0),
-    pick(beta),
-    pick(alpha),
+    if_upper(beta),
+    if_upper(alpha),
     inverse,
   )
-  return jnp.where(is_below, below, above).astype(dtype)
+  return jnp.where(is_lower, lower, upper).astype(dtype)
 
 
 @jax.custom_jvp
@@ -170,8 +170,8 @@ def gamma_sample(alpha, sample):
 @gamma_sample.defjvp
 def _gamma_sample_jvp(primals, tangents):
   alpha, sample = primals
-  slope = gamma_gradient(alpha, sample)
-  return sample, (slope * tangents[0]).astype(sample.dtype)
+  gradient = gamma_gradient(alpha, sample)
+  return sample, (gradient * tangents[0]).astype(sample.dtype)
 
 
 @jax.custom_jvp
@@ -185,6 +185,7 @@ def _dirichlet_sample_jvp(primals, tangents):
   alpha, sample = primals
   if not alpha.ndim:
     return sample, jnp.zeros_like(sample)
-  slope = dirichlet_gradient(sample, alpha, alpha.sum(-1, keepdims=True))
-  moved = slope * tangents[0]
-  return sample, (moved - sample * moved.sum(-1, keepdims=True)).astype(sample.dtype)
+  gradient = dirichlet_gradient(sample, alpha, alpha.sum(-1, keepdims=True))
+  tangent = gradient * tangents[0]
+  tangent = tangent - sample * tangent.sum(-1, keepdims=True)
+  return sample, tangent.astype(sample.dtype)

@@ -20,13 +20,13 @@ from jax.extend import random as jax_extend_random
 
 NAME = "threefry2x32"
 # Smallest and largest number of words in a program shared by draws of many sizes.
-LEAST_SHARED, MOST_SHARED = 2**10, 2**20
+MIN_SHARED_WORDS, MAX_SHARED_WORDS = 2**10, 2**20
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 # Parity constant of the key schedule of Threefish (Skein 1.3).
 _PARITY = 0x1BD11BDA
 # Number that `second_words` folds into the key. It serves PRNG implementations that
 # compute one word per element.
-_SECOND = 0xFFFFFFFF
+_SECOND_WORDS = 0xFFFFFFFF
 # Any, because JAX's annotations lack its flags.
 _config: Any = jax.config
 
@@ -54,12 +54,12 @@ def unrolled_key(key: jax.Array) -> jax.Array:
   `jax.random` draws the same numbers with both. The result stays inside samplers; keys
   that users see have JAX's own implementation.
   """
-  if _is_ours(key):
+  if _can_unroll(key):
     return jax.random.wrap_key_data(jax.random.key_data(key), impl=_IMPL)
   return key
 
 
-def _is_ours(key) -> bool:
+def _can_unroll(key) -> bool:
   """Return True for a threefry2x32 key on the CPU whose implementation may change."""
   return (
     not isinstance(key, Words)
@@ -71,11 +71,11 @@ def _is_ours(key) -> bool:
   )
 
 
-def _random_bits(words, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
+def _random_bits(key_data, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
   """Compute `jax.random.bits` of `bit_width` bits."""
   if not _has_short_counter(shape):
-    return jax.random.bits(_as_jax_has_it(words), shape, f"uint{bit_width}")
-  left, right = _encrypted(words, shape)
+    return jax.random.bits(_jax_key(key_data), shape, f"uint{bit_width}")
+  left, right = _encrypt_indices(key_data, shape)
   if bit_width == 64:
     return (left.astype(jnp.uint64) << 32) | right.astype(jnp.uint64)
   return (left ^ right).astype(f"uint{bit_width}")
@@ -97,32 +97,32 @@ def two_words(
   is_threefry = impl in (NAME, _IMPL_TAG) and _config.jax_threefry_partitionable
   if not (is_threefry and _has_short_counter(shape)):
     return jax.random.bits(key, shape), second_words(key, shape)
-  left, right = _encrypted(jax.random.key_data(key), shape)
+  left, right = _encrypt_indices(jax.random.key_data(key), shape)
   if _config.jax_debug_key_reuse:  # the checker must see the use of the key
     return jax.random.bits(key, shape), right
   return left ^ right, right
 
 
-def number_of_shared(key: jax.Array, elements: int) -> int | None:
+def shared_word_count(key: jax.Array, elements: int) -> int | None:
   """Return the number of words to draw for `elements`; None without shared words.
 
   The words of a small draw are the first words of a larger one. So draws of many sizes
   share the program of `random_words`, followed by a small program of their own.
   """
-  number = max(LEAST_SHARED, 1 << max(elements - 1, 0).bit_length())
-  is_fit = number <= MOST_SHARED and is_addressable(key, (number,))
-  return number if is_fit else None
+  number = max(MIN_SHARED_WORDS, 1 << max(elements - 1, 0).bit_length())
+  is_shared = number <= MAX_SHARED_WORDS and is_addressable(key, (number,))
+  return number if is_shared else None
 
 
 def random_words(key: jax.Array, count, number: int) -> Words:
-  """Compute `number` words for draw `count` of a stream; see `number_of_shared`."""
+  """Compute `number` words for draw `count` of a stream; see `shared_word_count`."""
   draw = unrolled_key(jax.random.fold_in(key, count))
   return Words(*two_words(draw, (number,)))
 
 
-def words_at(words, positions) -> tuple[jax.Array, jax.Array]:
-  """Compute the `two_words` of the elements at `positions`, uint32."""
-  left, right = _encrypt(words, jnp.zeros_like(positions), positions)
+def words_at(key_data, indices) -> tuple[jax.Array, jax.Array]:
+  """Compute the `two_words` of the elements at flat `indices`, uint32."""
+  left, right = _encrypt(key_data, jnp.zeros_like(indices), indices)
   return left ^ right, right
 
 
@@ -139,14 +139,9 @@ def is_addressable(key: jax.Array, shape: tuple[int, ...]) -> bool:
   )
 
 
-def words_of(key: jax.Array) -> jax.Array:
-  """Return the key data of an addressable key, uint32 of shape (2,)."""
-  return jax.random.key_data(key)
-
-
 def second_words(key: jax.Array, shape: tuple[int, ...], dtype="uint32") -> jax.Array:
   """Return random words independent of `jax.random.bits(key, shape, dtype)`."""
-  return jax.random.bits(jax.random.fold_in(key, _SECOND), shape, dtype)
+  return jax.random.bits(jax.random.fold_in(key, _SECOND_WORDS), shape, dtype)
 
 
 def _has_short_counter(shape) -> bool:
@@ -155,14 +150,14 @@ def _has_short_counter(shape) -> bool:
   return math.prod(sizes) < 2**32
 
 
-def _encrypted(words, shape):
+def _encrypt_indices(key_data, shape):
   """Encrypt the index of each element; return the two words."""
   counter = lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
-  return _encrypt(words, jnp.zeros(shape, jnp.uint32), counter)
+  return _encrypt(key_data, jnp.zeros(shape, jnp.uint32), counter)
 
 
-def _as_jax_has_it(words) -> jax.Array:
-  return jax.random.wrap_key_data(words, impl=NAME)
+def _jax_key(key_data) -> jax.Array:
+  return jax.random.wrap_key_data(key_data, impl=NAME)
 
 
 _IMPL_TAG = "unrolled"
@@ -171,31 +166,31 @@ _IMPL_TAG = "unrolled"
 _IMPL = jax_extend_random.define_prng_impl(
   key_shape=(2,),
   seed=lambda seed: jax.random.key_data(jax.random.key(seed, impl=NAME)),
-  split=lambda words, shape: jax.random.key_data(
-    jax.random.split(_as_jax_has_it(words), shape)
+  split=lambda key_data, shape: jax.random.key_data(
+    jax.random.split(_jax_key(key_data), shape)
   ),
   random_bits=_random_bits,
-  fold_in=lambda words, data: jax.random.key_data(
-    jax.random.fold_in(_as_jax_has_it(words), data)
+  fold_in=lambda key_data, data: jax.random.key_data(
+    jax.random.fold_in(_jax_key(key_data), data)
   ),
   name=f"{NAME}_unrolled",
   tag=_IMPL_TAG,
 )
 
 
-def _encrypt(words, left, right):
+def _encrypt(key_data, left, right):
   """Run twenty rounds on the words (left, right); add part of the key every four."""
-  first, second = words
+  first, second = key_data
   schedule = (first, second, first ^ second ^ jnp.uint32(_PARITY))
   left, right = left + schedule[0], right + schedule[1]
-  for turn in range(5):
-    for rotation in _ROTATIONS[turn % 2]:
+  for group in range(5):
+    for rotation in _ROTATIONS[group % 2]:
       left = left + right
       right = left ^ _rotate(right, rotation)
-    left = left + schedule[(turn + 1) % 3]
-    right = right + schedule[(turn + 2) % 3] + jnp.uint32(turn + 1)
+    left = left + schedule[(group + 1) % 3]
+    right = right + schedule[(group + 2) % 3] + jnp.uint32(group + 1)
   return left, right
 
 
-def _rotate(word, places: int):
-  return (word << jnp.uint32(places)) | (word >> jnp.uint32(32 - places))
+def _rotate(word, bits: int):
+  return (word << jnp.uint32(bits)) | (word >> jnp.uint32(32 - bits))

@@ -90,7 +90,7 @@ def bernoulli_at(words, positions, high, low) -> jax.Array:
   """Compute the elements of `samplers.bernoulli(key, shape, p)` at `positions`; bool.
 
   Args:
-    words: `threefry.words_of(key)`.
+    words: `jax.random.key_data(key)`.
     positions: indices into the flattened shape, uint32.
     high, low: `steps_below(p)`, for p < 1.
   """
