@@ -73,10 +73,10 @@ def axes_of(group_name, operation: str) -> Axes:
     return mapped
   if name in WORLDS and jax.process_count() == 1:
     return ()
-  raise CollectiveError(_refusal(operation, name, axes, mapped))
+  raise CollectiveError(_unmapped_message(operation, name, axes, mapped))
 
 
-def _refusal(operation: str, name: str, axes: Axes, mapped: Axes) -> str:
+def _unmapped_message(operation: str, name: str, axes: Axes, mapped: Axes) -> str:
   if name in WORLDS:
     return (
       f"{operation} over all processes is a functional collective, and runs where a "
@@ -84,13 +84,13 @@ def _refusal(operation: str, name: str, axes: Axes, mapped: Axes) -> str:
       "`jax_shard_map(f, mesh=mesh, in_specs=…, out_specs=…)` around it."
     )
   inside = f"the mapped axes are {', '.join(mapped)}" if mapped else "no axis is mapped"
-  wanted = axes[0]
+  axis = axes[0]
   return (
-    f'{operation} runs over the mesh axis "{wanted}", but {inside} here. Call it in a '
+    f'{operation} runs over the mesh axis "{axis}", but {inside} here. Call it in a '
     "function of one shard:\n"
-    f'  mesh = jax.sharding.Mesh(jax.devices(), ("{wanted}",))\n'
+    f'  mesh = jax.sharding.Mesh(jax.devices(), ("{axis}",))\n'
     "  torchax.interop.jax_shard_map(f, mesh=mesh, "
-    f'in_specs=PartitionSpec("{wanted}"), out_specs=…)(tensor)'
+    f'in_specs=PartitionSpec("{axis}"), out_specs=…)(tensor)'
   )
 
 
@@ -101,8 +101,8 @@ def _size(axes: Axes) -> int:
 def _require_size(operation: str, group_size: int, axes: Axes) -> None:
   if group_size != _size(axes):
     raise CollectiveError(
-      f"{operation} was told that its group has {group_size} members, but the axes "
-      f"({', '.join(axes)}) have {_size(axes)}."
+      f"{operation} expects group_size={_size(axes)}, the size of the axes "
+      f"({', '.join(axes)}), but got {group_size}."
     )
 
 
@@ -151,29 +151,29 @@ def _extremum(extreme: Callable, array: jax.Array, axes: Axes) -> jax.Array:
   @differentiable.defjvp
   def _(primals, tangents):
     (array,), (tangent,) = primals, tangents
-    found = reduce(array)
-    wins = (array == found).astype(array.dtype)
-    return found, lax.psum(tangent * wins, axes) / lax.psum(wins, axes)
+    result = reduce(array)
+    is_extremum = (array == result).astype(array.dtype)
+    return result, lax.psum(tangent * is_extremum, axes) / lax.psum(is_extremum, axes)
 
   inexact = jnp.issubdtype(array.dtype, jnp.inexact)
   return differentiable(array) if inexact else reduce(array)
 
 
-def _gather_all(array: jax.Array, axes: Axes) -> jax.Array:
+def _stack_members(array: jax.Array, axes: Axes) -> jax.Array:
   """Stack the arrays of all members; the result does not vary along the axes."""
   return lax.all_gather(array, axes, to="invarying")
 
 
 def _product(array: jax.Array, axes: Axes) -> jax.Array:
-  return jnp.prod(_gather_all(array, axes), axis=0, dtype=array.dtype)
+  return jnp.prod(_stack_members(array, axes), axis=0, dtype=array.dtype)
 
 
 def _bitwise(function: Callable, array: jax.Array, axes: Axes) -> jax.Array:
   if jnp.issubdtype(array.dtype, jnp.inexact):
     raise CollectiveError(
-      f"A reduction by bits expects integers or bools, but got {array.dtype}."
+      f"A bitwise reduction expects integers or bools, but got {array.dtype}."
     )
-  members = _gather_all(array, axes)
+  members = _stack_members(array, axes)
   return functools.reduce(function, (members[i] for i in range(len(members))))
 
 
@@ -249,10 +249,10 @@ def _c10d_reduce_scatter(input, reduceOp: str, group_size: int, group_name: str)
   if reduceOp.lower() in ("sum", "avg") and jnp.issubdtype(input.dtype, jnp.inexact):
     total = lax.psum_scatter(_make_varying(input, axes), axes, tiled=True)
     return total / group_size if reduceOp.lower() == "avg" else total
-  whole = reduce(input, reduceOp, axes)
+  reduced = reduce(input, reduceOp, axes)
   size = input.shape[0] // group_size
   start = lax.axis_index(axes) * size
-  return lax.dynamic_slice_in_dim(whole, start, size)
+  return lax.dynamic_slice_in_dim(reduced, start, size)
 
 
 @_register("all_to_all_single")
@@ -264,10 +264,10 @@ def _c10d_all_to_all(input, output_split_sizes, input_split_sizes, group_name: s
   is_equal = len(sizes) < 2 and (not axes or input.shape[0] % _size(axes) == 0)
   if axes and not is_equal:
     raise CollectiveError(
-      "all_to_all_single exchanges parts of one size, since all members run one "
-      f"program, but was to split the shape {tuple(input.shape)} into "
-      f"{list(input_split_sizes)} for {_size(axes)} members and to join "
-      f"{list(output_split_sizes)}. Pad the parts to the largest."
+      f"all_to_all_single expects equal parts for {_size(axes)} members, since all run "
+      f"one program, but got shape {tuple(input.shape)}, input_split_sizes="
+      f"{list(input_split_sizes)} and output_split_sizes={list(output_split_sizes)}. "
+      "Pad the parts to the largest."
     )
   if not axes:
     return input
@@ -324,30 +324,30 @@ def permute(array: jax.Array, destinations: Sequence[int], group_name) -> jax.Ar
 # Coalesced, in-place and `out=` variants ----------------------------------------------
 
 
-def _for_each(lowering: Callable) -> Callable:
-  def of_all(inputs, *args):
+def _coalesced(lowering: Callable) -> Callable:
+  def coalesced(inputs, *args):
     return [lowering(array, *args) for array in inputs]
 
-  return of_all
+  return coalesced
 
 
 def _in_place(functional: str) -> Callable:
   """Return the in-place variant of a collective, as a function of tensors."""
 
   def in_place(target, *args):
-    found = _operation(functional)(target, *args)
+    results = _operation(functional)(target, *args)
     if isinstance(target, torch.Tensor):
-      return target.copy_(found)
-    return [tensor.copy_(result) for tensor, result in zip(target, found, strict=True)]
+      return target.copy_(results)
+    return [tensor.copy_(r) for tensor, r in zip(target, results, strict=True)]
 
   return in_place
 
 
 def _out_variant(functional: str) -> Callable:
-  def into(*args, out):
+  def out_variant(*args, out):
     return out.copy_(_operation(functional)(*args))
 
-  return into
+  return out_variant
 
 
 def _operation(name: str):
@@ -360,23 +360,22 @@ _COALESCED = {
   "reduce_scatter_tensor_coalesced": _c10d_reduce_scatter,
 }
 _IN_PLACE = ("all_reduce", "all_reduce_coalesced", "broadcast")
-_WITH_OUT = ("all_gather_into_tensor", "reduce_scatter_tensor")
+_OUT = ("all_gather_into_tensor", "reduce_scatter_tensor")
 
 for _name, _lowering in _COALESCED.items():
-  _register(_name)(_for_each(_lowering))
+  _register(_name)(_coalesced(_lowering))
 for _name in _IN_PLACE:
   _register(f"{_name}_", kind=Kind.TENSORS)(_in_place(_name))
-for _name in _WITH_OUT:
+for _name in _OUT:
   _register(f"{_name}_out", kind=Kind.TENSORS)(_out_variant(_name))
 
 
 def _refuse_point_to_point(name: str) -> Callable:
   def refuse(*args):
     raise CollectiveError(
-      f"{name} is a part of a program for one rank; here one program runs for all "
-      "members. Say who sends to whom with `torch.distributed."
-      "_functional_collectives.permute_tensor(tensor, destinations, group)`: member i "
-      "sends to destinations[i]."
+      f"{name} belongs to a program for one rank, but one program runs here for all "
+      "members. Use `torch.distributed._functional_collectives.permute_tensor(tensor, "
+      "destinations, group)`: member i sends to destinations[i]."
     )
 
   return refuse

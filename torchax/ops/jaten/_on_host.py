@@ -19,15 +19,15 @@ from torchax.ops.promotion import default_float
 # Largest size in elements; up to it numpy is as fast as a compiled program.
 _MAX_SIZE = 2**15
 _FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
-_BITS = {_FLOATS[0]: np.uint32, _FLOATS[1]: np.uint64}
+_UINTS = {_FLOATS[0]: np.uint32, _FLOATS[1]: np.uint64}
 # Value that `_has_subnormal` computes for the smallest normal number.
-_MOST_SUBNORMAL = {np.uint32: 2**24 - 2, np.uint64: 2**53 - 2}
+_SMALLEST_NORMAL = {np.uint32: 2**24 - 2, np.uint64: 2**53 - 2}
 _INTEGERS = (np.dtype(np.int32), np.dtype(np.int64))
 # `dtype.kind` of numpy's own dtypes; those of ml_dtypes have others.
 _STANDARD = "biufc"
 
 
-def _common_dtype(left, right):
+def _promote(left, right):
   """Convert both to the float or integer dtype of one of them; None if impossible."""
   if not (_is_small(left) and _is_small(right)):
     return None
@@ -52,39 +52,39 @@ def _scalar_as(scalar, other):
   Without JAX's x64 mode, 64 bits mean a Python number.
   """
   kinds = scalar.dtype.kind, other.dtype.kind
-  is_number = scalar.dtype.itemsize == 8 and not jax.config.jax_enable_x64
+  is_weak = scalar.dtype.itemsize == 8 and not jax.config.jax_enable_x64
   if other.dtype in _FLOATS:
-    is_lower = kinds[0] in "bi" or (kinds[0] == "f" and (other.ndim or is_number))
-  elif kinds == ("i", "i") and is_number:
+    keeps_dtype = kinds[0] in "bi" or (kinds[0] == "f" and (other.ndim or is_weak))
+  elif kinds == ("i", "i") and is_weak:
     limits = np.iinfo(other.dtype)
-    is_lower = limits.min <= scalar <= limits.max
+    keeps_dtype = limits.min <= scalar <= limits.max
   else:
-    is_lower = False
+    keeps_dtype = False
   with np.errstate(over="ignore"):
-    return scalar.astype(other.dtype) if is_lower else None
+    return scalar.astype(other.dtype) if keeps_dtype else None
 
 
 def _has_subnormal(array) -> bool:
   """Return True for a float array with subnormal or smallest normal numbers."""
-  carrier = _BITS.get(array.dtype)
-  if carrier is None or not array.size:
+  uint = _UINTS.get(array.dtype)
+  if uint is None or not array.size:
     return False
   # The shift drops the sign bit; the subtraction wraps zeros around to the maximum.
-  bits = (array.view(carrier) << carrier(1)) - carrier(2)
-  return np.minimum.reduce(bits, axis=None) <= _MOST_SUBNORMAL[carrier]
+  bits = (array.view(uint) << uint(1)) - uint(2)
+  return np.minimum.reduce(bits, axis=None) <= _SMALLEST_NORMAL[uint]
 
 
 def _exact(function, *arrays):
   """Run an operation that rounds once; None for subnormal numbers or a large result."""
   with np.errstate(all="ignore"):
     result = np.asarray(function(*arrays))
-    is_subnormal = any(map(_has_subnormal, (result, *arrays)))
-  return None if is_subnormal or result.size > _MAX_SIZE else result
+    has_subnormal = any(map(_has_subnormal, (result, *arrays)))
+  return None if has_subnormal or result.size > _MAX_SIZE else result
 
 
 def _binary(function, dtypes=(*_FLOATS, *_INTEGERS)):
   def on_host(self, other):
-    pair = _common_dtype(self, other)
+    pair = _promote(self, other)
     return _exact(function, *pair) if pair and pair[0].dtype in dtypes else None
 
   return on_host
@@ -92,17 +92,18 @@ def _binary(function, dtypes=(*_FLOATS, *_INTEGERS)):
 
 def _unary(function, dtypes=(*_FLOATS, *_INTEGERS)):
   def on_host(self):
-    is_small = self.size <= _MAX_SIZE and self.dtype in dtypes
-    return _exact(function, self) if is_small else None
+    is_supported = self.size <= _MAX_SIZE and self.dtype in dtypes
+    return _exact(function, self) if is_supported else None
 
   return on_host
 
 
 def _with_alpha(function):
+  binary = _binary(function)
+
   def on_host(self, other, alpha=1):
     return binary(self, other) if np.ndim(alpha) == 0 and alpha == 1 else None
 
-  binary = _binary(function)
   return on_host
 
 
@@ -115,8 +116,8 @@ def _divide(self, other, rounding_mode=None):
 def _boolean(function):
   def on_host(self, *other):
     arrays = (self, *other)
-    is_small = all(a.dtype == np.bool_ and a.size <= _MAX_SIZE for a in arrays)
-    return np.asarray(function(*arrays)) if is_small else None
+    is_supported = all(a.dtype == np.bool_ and a.size <= _MAX_SIZE for a in arrays)
+    return np.asarray(function(*arrays)) if is_supported else None
 
   return on_host
 
@@ -179,41 +180,38 @@ def copy(self, src):
   return None if converted is None else np.array(np.broadcast_to(converted, self.shape))
 
 
-def filled(size, value, dtype):
+def full(size, value, dtype):
   """Return a small array of a numpy dtype, filled with a representable number."""
   dtype = np.dtype(dtype)
-  is_small = math.prod(size) <= _MAX_SIZE and min(size, default=0) >= 0
-  return np.full(size, value, dtype) if is_small and dtype.kind in _STANDARD else None
+  is_valid = math.prod(size) <= _MAX_SIZE and min(size, default=0) >= 0
+  return np.full(size, value, dtype) if is_valid and dtype.kind in _STANDARD else None
 
 
-def of_size(value):
+def constant(value):
   """Return a factory `(size) -> array` filled with `value`."""
 
   def on_host(size, *layout, dtype=None):
     dtype = default_float() if dtype is None else mappings.t2j_dtype(dtype)
-    return filled(size, value, dtype)
+    return full(size, value, dtype)
 
   return on_host
 
 
-def of_new_size(value):
+def new_constant(value):
   """Return a factory `(self, size) -> array` filled with `value`."""
 
   def on_host(self, size, *layout, dtype=None):
     dtype = self.dtype if dtype is None else mappings.t2j_dtype(dtype)
-    return filled(size, value, dtype)
+    return full(size, value, dtype)
 
   return on_host
 
 
-def like(value):
+def constant_like(value):
   """Return a factory `(self) -> array` filled with `value`."""
 
-  def on_host(self, *, dtype=None):
-    return new(self, self.shape, dtype=dtype)
-
-  new = of_new_size(value)
-  return on_host
+  new = new_constant(value)
+  return lambda self, *, dtype=None: new(self, self.shape, dtype=dtype)
 
 
 def full_like(self, fill_value, *, dtype=None):
@@ -222,10 +220,10 @@ def full_like(self, fill_value, *, dtype=None):
   value = np.asarray(fill_value)
   if value.dtype != dtype:
     value = _scalar_as(value, np.empty(1, dtype))
-  return None if value is None or value.ndim else filled(self.shape, value, dtype)
+  return None if value is None or value.ndim else full(self.shape, value, dtype)
 
 
-def rows(weight, indices, *_ignored):
+def embedding(weight, indices, *_ignored):
   """Look up rows of an embedding; the program handles indices out of range."""
   if weight.ndim != 2 or not indices.size or indices.min() < 0:
     return None
@@ -248,9 +246,9 @@ def gather(self, dim, index, *, sparse_grad=False):
   """Select one element along a dimension per element of `index`."""
   if not index.ndim or index.ndim != self.ndim or not index.size or index.min() < 0:
     return None
-  axes = enumerate(index.shape)
-  window = tuple(slice(None if n == dim % self.ndim else size) for n, size in axes)
-  return np.take_along_axis(self[window], index.astype(np.int64), dim)
+  sizes = enumerate(index.shape)
+  crop = tuple(slice(None if n == dim % self.ndim else size) for n, size in sizes)
+  return np.take_along_axis(self[crop], index.astype(np.int64), dim)
 
 
 def where(condition, self, other):
@@ -260,13 +258,13 @@ def where(condition, self, other):
   are_arrays = isinstance(self, np.ndarray) and isinstance(other, np.ndarray)
   if are_arrays and self.dtype == other.dtype:
     return np.where(condition, self, other)
-  pair = _common_dtype(self, other)
+  pair = _promote(self, other)
   return np.where(condition, *pair) if pair else None
 
 
 def masked_fill(self, mask, value):
   """Write a number where the mask is true."""
-  pair = _common_dtype(self, np.asarray(value))
+  pair = _promote(self, np.asarray(value))
   if pair is None or mask.dtype != np.bool_ or pair[0].dtype != self.dtype:
     return None
   return np.where(mask, pair[1], self)
@@ -279,13 +277,13 @@ def flip(self, dims):
 
 def slice_backward(grad_output, input_sizes, dim, start, end, step):
   """Write the gradient of a slice into zeros."""
-  part = slice(int(start), int(min(end, input_sizes[dim])), int(step))
-  return select_backward(grad_output, input_sizes, dim, part)
+  index = slice(int(start), int(min(end, input_sizes[dim])), int(step))
+  return select_backward(grad_output, input_sizes, dim, index)
 
 
 def select_backward(grad_output, input_sizes, dim, index):
   """Write the gradient of `select`, or of a slice, into zeros."""
-  result = filled(input_sizes, 0, grad_output.dtype)
+  result = full(input_sizes, 0, grad_output.dtype)
   if result is not None:
     index = index if isinstance(index, slice) else int(index)
     result[(slice(None),) * (dim % len(input_sizes)) + (index,)] = grad_output

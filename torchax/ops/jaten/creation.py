@@ -31,7 +31,7 @@ def _dtype_or(dtype, fallback):
   return fallback if dtype is None else mappings.t2j_dtype(dtype)
 
 
-def _number(value, dtype):
+def _scalar(value, dtype):
   """Convert a Python number or traced scalar to a 0-d array of a JAX dtype.
 
   Raises:
@@ -44,7 +44,7 @@ def _number(value, dtype):
 
 
 def _zero_array(size, dtype):
-  """Return zeros; for float8_e8m0fnu its smallest number, as torch."""
+  """Return zeros; float8_e8m0fnu lacks zero and gets its smallest number, as torch."""
   require_size(size)
   return jnp.broadcast_to(cast(0.0, dtype), size)
 
@@ -60,12 +60,12 @@ def _vary_like(array, like):
 # --- from a size -----------------------------------------------------------------
 
 
-@op(aten.zeros, aten._efficientzerotensor, on_host=_on_host.of_size(0))
+@op(aten.zeros, aten._efficientzerotensor, on_host=_on_host.constant(0))
 def _zeros(size, *, dtype=None):
   return _zero_array(size, _dtype_or(dtype, default_float()))
 
 
-@op(aten.ones, on_host=_on_host.of_size(1))
+@op(aten.ones, on_host=_on_host.constant(1))
 def _ones(size, *, dtype=None):
   require_size(size)
   return jnp.ones(size, _dtype_or(dtype, default_float()))
@@ -87,11 +87,11 @@ def _check_new_full(self, size, fill_value, *, dtype=None, **_ignored):
 @op(aten.full, check=_check_full)
 def _full(size, fill_value, *, dtype=None):
   require_size(size)
-  value = _number(fill_value, _dtype_or(dtype, result_dtype(fill_value)))
+  value = _scalar(fill_value, _dtype_or(dtype, result_dtype(fill_value)))
   return jnp.broadcast_to(value, size)
 
 
-@op(aten.empty, on_host=_on_host.of_size(0))
+@op(aten.empty, on_host=_on_host.constant(0))
 def _aten_empty(size, *, dtype=None):
   return _zeros(size, dtype=dtype)
 
@@ -116,17 +116,17 @@ def _aten_eye(n, m=None, *, dtype=None):
 # --- like a tensor ---------------------------------------------------------------
 
 
-@op(aten.zeros_like, overwrites=True, on_host=_on_host.like(0))
+@op(aten.zeros_like, overwrites=True, on_host=_on_host.constant_like(0))
 def _aten_zeros_like(self, *, dtype=None):
   return _new_zeros(self, self.shape, dtype=dtype)
 
 
-@op(aten.zero, on_host=_on_host.like(0))
+@op(aten.zero, on_host=_on_host.constant_like(0))
 def _aten_zero(self):
   return _new_zeros(self, self.shape)
 
 
-@op(aten.ones_like, on_host=_on_host.like(1))
+@op(aten.ones_like, on_host=_on_host.constant_like(1))
 def _aten_ones_like(self, *, dtype=None):
   return _new_ones(self, self.shape, dtype=dtype)
 
@@ -136,28 +136,28 @@ def _aten_full_like(self, fill_value, *, dtype=None):
   return _new_full(self, self.shape, fill_value, dtype=dtype)
 
 
-@op(aten.empty_like, on_host=_on_host.like(0))
+@op(aten.empty_like, on_host=_on_host.constant_like(0))
 def _aten_empty_like(self, *, dtype=None):
   return _aten_zeros_like(self, dtype=dtype)
 
 
-@op(aten.new_zeros, on_host=_on_host.of_new_size(0))
+@op(aten.new_zeros, on_host=_on_host.new_constant(0))
 def _new_zeros(self, size, *, dtype=None):
   return _vary_like(_zero_array(size, _dtype_or(dtype, self.dtype)), self)
 
 
-@op(aten.new_ones, on_host=_on_host.of_new_size(1))
+@op(aten.new_ones, on_host=_on_host.new_constant(1))
 def _new_ones(self, size, *, dtype=None):
   return _vary_like(jnp.ones(size, _dtype_or(dtype, self.dtype)), self)
 
 
 @op(aten.new_full, check=_check_new_full)
 def _new_full(self, size, fill_value, *, dtype=None):
-  value = _number(fill_value, _dtype_or(dtype, self.dtype))
+  value = _scalar(fill_value, _dtype_or(dtype, self.dtype))
   return _vary_like(jnp.broadcast_to(value, size), self)
 
 
-@op(aten.new_empty, on_host=_on_host.of_new_size(0))
+@op(aten.new_empty, on_host=_on_host.new_constant(0))
 def _new_empty(self, size, *, dtype=None):
   return _new_zeros(self, size, dtype=dtype)
 
@@ -190,12 +190,12 @@ def _arange_length(start, end, step) -> int:
   if length > _MAX_LENGTH:
     raise RuntimeError(
       f"arange from {start} to {end} by {step} has {length} elements: invalid size, "
-      f"possible overflow? At most {_MAX_LENGTH} have places."
+      f"possible overflow? The maximum is {_MAX_LENGTH}."
     )
   return length
 
 
-def _bound(value):
+def _real_bound(value):
   """Convert a bool to an integer and a complex number to a float, as torch does."""
   if type(value) is complex:
     require_fit(value, torch.float64)
@@ -203,7 +203,7 @@ def _bound(value):
   return int(value) if type(value) is bool else value
 
 
-def _arange(start, end, step, dtype) -> tuple:
+def _arange_parameters(start, end, step, dtype) -> tuple:
   """Return (first value, step, length, JAX dtype) of an `arange`.
 
   A single bound is the end. `_prepare_arange` passes this tuple as `end`.
@@ -212,7 +212,7 @@ def _arange(start, end, step, dtype) -> tuple:
     start, end = 0, start
   if isinstance(end, tuple):
     return end
-  start, end, step = map(_bound, (start, end, step))
+  start, end, step = map(_real_bound, (start, end, step))
   are_integers = all(isinstance(value, int) for value in (start, end, step))
   if dtype is None:
     dtype = torch.int64 if are_integers else torch.get_default_dtype()
@@ -234,7 +234,7 @@ def _float_range(start, step, length, target):
   """Return `start + step * i`, computed in float32 or wider."""
   wide = jnp.promote_types(target, jnp.float32)
   steps = lax.iota(wide, length)
-  return cast(_number(start, wide) + _number(step, wide) * steps, target)
+  return cast(_scalar(start, wide) + _scalar(step, wide) * steps, target)
 
 
 _BOUNDS = ("start", "end", "step")
@@ -254,7 +254,7 @@ def _prepare_arange(given: dict) -> None:
   bounds = [given.get(name, default) for name, default in zip(_BOUNDS, (0, None, 1))]
   if not all(type(value) in (bool, int, float, complex) for value in bounds):
     return
-  *numbers, length, target = _arange(*bounds, given.get("dtype"))
+  *numbers, length, target = _arange_parameters(*bounds, given.get("dtype"))
   numbers = [
     StaticValue(n) if type(n) is int and not -(2**31) <= n < 2**31 else n
     for n in numbers
@@ -265,9 +265,9 @@ def _prepare_arange(given: dict) -> None:
 
 def _arange_on_host(start=0, end=None, step=1, *, dtype=None):
   """Compute integer ranges in numpy; return None for other dtypes."""
-  start, step, length, target = _arange(start, end, step, dtype)
-  zeros = _on_host.filled((length,), 0, target)
-  if zeros is None or not jnp.issubdtype(target, jnp.integer):
+  start, step, length, target = _arange_parameters(start, end, step, dtype)
+  is_supported = _on_host.full((length,), 0, target) is not None
+  if not (is_supported and jnp.issubdtype(target, jnp.integer)):
     return None
   first, stride = (np.asarray(value).astype(target) for value in (start, step))
   return first + stride * np.arange(length, dtype=target)
@@ -283,7 +283,7 @@ def _arange_on_host(start=0, end=None, step=1, *, dtype=None):
 )
 def _aten_arange(start=0, end=None, step=1, *, dtype=None):
   """Count from start to end; a single positional argument is the end."""
-  start, step, length, target = _arange(start, end, step, dtype)
+  start, step, length, target = _arange_parameters(start, end, step, dtype)
   if jnp.issubdtype(target, jnp.integer):
     first, stride = (
       value.astype(target)
@@ -295,13 +295,13 @@ def _aten_arange(start=0, end=None, step=1, *, dtype=None):
   return _float_range(start, step, length, target)
 
 
-def _ramp(name, start, end, steps, dtype):
+def _equally_spaced(name, start, end, steps, dtype):
   """Return `steps` equally spaced values, exact at both ends."""
   if steps < 0:
     raise RuntimeError(f"{name} expects steps >= 0, but got steps={steps}.")
   wide = dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.float32
   wide = jnp.promote_types(wide, jnp.float32)
-  start, end = (_number(value, wide) for value in (start, end))
+  start, end = (_scalar(value, wide) for value in (start, end))
   if steps < 2:
     return jnp.full((steps,), start)
   step = (end - start) / (steps - 1)
@@ -311,7 +311,7 @@ def _ramp(name, start, end, steps, dtype):
   return jnp.where(index < steps // 2, rising, falling)
 
 
-def _require_numbers(name, start, end) -> None:
+def _require_scalars(name, start, end) -> None:
   if jnp.ndim(start) or jnp.ndim(end):
     raise RuntimeError(
       f"{name} only supports 0-dimensional start and end tensors, but got start with "
@@ -319,7 +319,7 @@ def _require_numbers(name, start, end) -> None:
     )
 
 
-def _ramp_dtype(name, dtype, *ends):
+def _spaced_dtype(name, dtype, *ends):
   is_complex = any(map(jnp.iscomplexobj, ends))
   if is_complex and dtype is not None and not dtype.is_complex:
     raise RuntimeError(
@@ -332,18 +332,18 @@ def _ramp_dtype(name, dtype, *ends):
 
 @op(aten.linspace)
 def _aten_linspace(start, end, steps, *, dtype=None):
-  _require_numbers("linspace", start, end)
-  target = _ramp_dtype("linspace", dtype, start, end)
-  return cast(_ramp("linspace", start, end, steps, target), target)
+  _require_scalars("linspace", start, end)
+  target = _spaced_dtype("linspace", dtype, start, end)
+  return cast(_equally_spaced("linspace", start, end, steps, target), target)
 
 
 @op(aten.logspace)
 def _aten_logspace(start, end, steps, base=10.0, *, dtype=None):
-  _require_numbers("logspace", start, end)
-  target = _ramp_dtype("logspace", dtype, start, end)
+  _require_scalars("logspace", start, end)
+  target = _spaced_dtype("logspace", dtype, start, end)
   if jnp.issubdtype(target, jnp.integer):  # torch truncates them too
     start, end = jnp.trunc(start), jnp.trunc(end)
-  exponents = _ramp("logspace", start, end, steps, target)
+  exponents = _equally_spaced("logspace", start, end, steps, target)
   return cast(jnp.power(jnp.asarray(base, exponents.dtype), exponents), target)
 
 
@@ -354,7 +354,7 @@ def _check_scalar_tensor(s, *, dtype=None, **_):
 @op(aten.scalar_tensor, check=_check_scalar_tensor)
 def _aten_scalar_tensor(s, *, dtype=None):
   """Return a 0-d array, of torch's default dtype even for an integer."""
-  return _number(s, _dtype_or(dtype, default_float()))
+  return _scalar(s, _dtype_or(dtype, default_float()))
 
 
 @op(aten.vander)
@@ -368,12 +368,12 @@ def _aten_vander(x, N=None, increasing=False):
 # --- triangles -------------------------------------------------------------------
 
 
-def _columns_after(self, diagonal):
+def _past_diagonal(self, diagonal):
   """Return `column - row - diagonal` for each element of a matrix."""
   rows, columns = (lax.broadcasted_iota(jnp.int32, self.shape[-2:], n) for n in (0, 1))
   # Clip to the first diagonal outside the matrix: equal results, no overflow.
-  most = max(self.shape[-2:]) + 1
-  return columns - rows - jnp.clip(diagonal, -most, most)
+  limit = max(self.shape[-2:]) + 1
+  return columns - rows - jnp.clip(diagonal, -limit, limit)
 
 
 @op(aten.tril, dynamic=("diagonal",))
@@ -381,7 +381,7 @@ def _aten_tril(self, diagonal=0):
   if isinstance(diagonal, int):
     return jnp.tril(self, diagonal)
   zero = jnp.zeros((), self.dtype)
-  return jnp.where(_columns_after(self, diagonal) <= 0, self, zero)
+  return jnp.where(_past_diagonal(self, diagonal) <= 0, self, zero)
 
 
 @op(aten.triu, dynamic=("diagonal",))
@@ -389,7 +389,7 @@ def _aten_triu(self, diagonal=0):
   if isinstance(diagonal, int):
     return jnp.triu(self, diagonal)
   zero = jnp.zeros((), self.dtype)
-  return jnp.where(_columns_after(self, diagonal) >= 0, self, zero)
+  return jnp.where(_past_diagonal(self, diagonal) >= 0, self, zero)
 
 
 @op(aten.tril_indices)
@@ -468,7 +468,7 @@ def one_hot(tensor, num_classes=-1):
 # new tangent.
 
 
-def _elements_in_storage(tensor: torch.Tensor) -> int:
+def _storage_numel(tensor: torch.Tensor) -> int:
   """Return the number of elements that the storage of `tensor` has room for."""
   if isinstance(tensor, Tensor):
     return tensor._storage.read().nbytes // tensor.dtype.itemsize
@@ -477,18 +477,18 @@ def _elements_in_storage(tensor: torch.Tensor) -> int:
 
 @op(aten._has_same_storage_numel, kind=Kind.TENSORS)
 def _aten_has_same_storage_numel(self, other):
-  return _elements_in_storage(self) == _elements_in_storage(other)
+  return _storage_numel(self) == _storage_numel(other)
 
 
 @op(aten._new_zeros_with_same_feature_meta, kind=Kind.TENSORS)
 def _aten_new_zeros_with_same_feature_meta(self, other, *, self_num_batch_dims=0):
   """Return zeros: batch dims of `self`, then the shape and layout of `other`."""
   batch = tuple(self.shape[:self_num_batch_dims])
-  extent = _elements_in_storage(other)
-  if other.is_contiguous() and extent == other.numel():
+  storage_numel = _storage_numel(other)
+  if other.is_contiguous() and storage_numel == other.numel():
     return other.new_zeros(batch + tuple(other.shape))
-  steps = [extent * math.prod(batch[dim + 1 :]) for dim in range(len(batch))]
-  flat = other.new_zeros(extent * math.prod(batch))
+  strides = [storage_numel * math.prod(batch[dim + 1 :]) for dim in range(len(batch))]
+  flat = other.new_zeros(storage_numel * math.prod(batch))
   return flat.as_strided(
-    batch + tuple(other.shape), [*steps, *other.stride()], other.storage_offset()
+    batch + tuple(other.shape), [*strides, *other.stride()], other.storage_offset()
   )

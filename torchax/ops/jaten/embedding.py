@@ -63,7 +63,7 @@ def _table_rules(weight, indices, *rest, **named):
 _PADDING: dict = {"static": ("padding_idx",), "prepare": _numbers.as_they_are}
 
 
-@op(aten.embedding, rules=_table_rules, on_host=_on_host.rows, **_PADDING)
+@op(aten.embedding, rules=_table_rules, on_host=_on_host.embedding, **_PADDING)
 def _aten_embedding(
   weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=False
 ):

@@ -19,13 +19,13 @@ from torchax.registry.names import aten
 # --- bins of equal width ---------------------------------------------------------
 
 
-def _is_known(number) -> bool:
+def _is_python_number(number) -> bool:
   return isinstance(number, int | float)
 
 
 def _histc_rules(self, bins=100, min=0, max=0):
-  if _is_known(min) and _is_known(max) and min == max:
-    message = "torch.histc: range of the values is not finite, as of {number}"
+  if _is_python_number(min) and _is_python_number(max) and min == max:
+    message = "torch.histc: expected finite values without a range, but got {number}"
     yield Condition(self, lambda values: values - values != 0, RuntimeError, message)
 
 
@@ -59,16 +59,16 @@ def _aten_histc(self, bins=100, min=0, max=0):
   wide = jnp.promote_types(self.dtype, jnp.float32)
   values = jnp.ravel(self).astype(wide)
   low, high = jnp.asarray(min, wide), jnp.asarray(max, wide)
-  if _is_known(min) and _is_known(max) and min == max and values.size:
+  if _is_python_number(min) and _is_python_number(max) and min == max and values.size:
     low, high = jnp.min(values), jnp.max(values)
   is_finite = jnp.isfinite(low) & jnp.isfinite(high)
   is_point = low == high
   low, high = jnp.where(is_point, low - 1, low), jnp.where(is_point, high + 1, high)
   inside = (values >= low) & (values <= high)
-  bin_of = jnp.floor((values - low) / (high - low) * bins).astype(jnp.int32)
+  bin_index = jnp.floor((values - low) / (high - low) * bins).astype(jnp.int32)
   # The last bin includes the upper bound; index `bins` drops values outside.
-  bin_of = jnp.where(inside, jnp.minimum(bin_of, bins - 1), bins)
-  counts = jnp.zeros(bins, wide).at[bin_of].add(1, mode="drop")
+  bin_index = jnp.where(inside, jnp.minimum(bin_index, bins - 1), bins)
+  counts = jnp.zeros(bins, wide).at[bin_index].add(1, mode="drop")
   return jnp.where(is_finite, counts, jnp.nan).astype(self.dtype)
 
 
@@ -97,7 +97,7 @@ def _aten_bincount(self, weights=None, minlength=0):
 # --- edges -----------------------------------------------------------------------
 
 
-def _equal_edges(low, high, bins, dtype):
+def _linspace_edges(low, high, bins, dtype):
   """Return bins + 1 edges, computed from both ends as in `torch.linspace`."""
   index = jnp.arange(bins + 1)
   step = (high - low) / bins
@@ -177,21 +177,21 @@ def _count(points, edges, weight, density):
         f"shape {weight.shape}."
       )
     counts = weight.reshape(-1).astype(dtype)
-  at = []
+  indices = []
   for column, edge in zip(points.T, edges):
     bins = jnp.searchsorted(edge, column, side="right") - 1
-    at.append(jnp.clip(bins, 0, len(edge) - 2))
+    indices.append(jnp.clip(bins, 0, len(edge) - 2))
     is_inside = (column >= edge[0]) & (column <= edge[-1])
     counts = jnp.where(is_inside, counts, 0)
-  histogram = jnp.zeros(sizes, dtype).at[tuple(at)].add(counts)
+  histogram = jnp.zeros(sizes, dtype).at[tuple(indices)].add(counts)
   if not density:
     return histogram
   histogram = histogram / jnp.sum(histogram)
   for axis, edge in enumerate(edges):
     widths = jnp.diff(edge)
-    spread = [1] * len(edges)
-    spread[axis] = len(widths)
-    histogram = histogram / widths.reshape(spread)
+    shape = [1] * len(edges)
+    shape[axis] = len(widths)
+    histogram = histogram / widths.reshape(shape)
   return histogram
 
 
@@ -199,7 +199,7 @@ def _edges_of(name, points, bins, range):
   if any(count <= 0 for count in bins):
     raise RuntimeError(f"{name}: bins must be > 0, but got {tuple(bins)}.")
   limits = _limits(name, points, range)
-  return [_equal_edges(*pair, count, points.dtype) for pair, count in zip(limits, bins)]
+  return [_linspace_edges(*pair, n, points.dtype) for pair, n in zip(limits, bins)]
 
 
 def _has_range(args, kwargs) -> bool:

@@ -18,33 +18,31 @@ from torchax.ops.jaten._arguments import require_one_dtype
 from torchax.registry.index_rules import Range
 
 
-class _Classes(NamedTuple):
+class _ClassTargets(NamedTuple):
   """Class targets: a class index per row, and a mask that is False for ignored rows."""
 
   indices: jax.Array
-  counts: jax.Array
+  is_counted: jax.Array
 
   def _row_weights(self, weights):
-    row_grads = out_of_range.read(
-      weights, out_of_range.negative_to_size(self.indices, len(weights))
-    )
-    return jnp.where(self.counts, row_grads, 0)
+    indices = out_of_range.negative_to_size(self.indices, len(weights))
+    return jnp.where(self.is_counted, out_of_range.read(weights, indices), 0)
 
   def losses(self, log_softmax, weights):
     picked = jnp.take_along_axis(log_softmax, self.indices[:, None], -1, mode="clip")
     return -self._row_weights(weights) * picked[:, 0]
 
-  def slopes(self, softmax, weights):
+  def logit_grads(self, softmax, weights):
     """Return the gradient of the losses with respect to the logits."""
-    hot = jax.nn.one_hot(self.indices, softmax.shape[-1], dtype=softmax.dtype)
-    return (softmax - hot) * self._row_weights(weights)[:, None]
+    one_hot = jax.nn.one_hot(self.indices, softmax.shape[-1], dtype=softmax.dtype)
+    return (softmax - one_hot) * self._row_weights(weights)[:, None]
 
   def divisor(self, weights):
     """Return the divisor of the mean: the sum of the rows' weights."""
     return self._row_weights(weights).sum()
 
 
-class _Probabilities(NamedTuple):
+class _ProbabilityTargets(NamedTuple):
   """Probability targets of shape (rows, classes); in torch since 2.15."""
 
   values: jax.Array
@@ -52,9 +50,9 @@ class _Probabilities(NamedTuple):
   def losses(self, log_softmax, weights):
     return -(self.values * weights * log_softmax).sum(axis=-1)
 
-  def slopes(self, softmax, weights):
-    masses = self.values * weights
-    return softmax * masses.sum(axis=-1, keepdims=True) - masses
+  def logit_grads(self, softmax, weights):
+    weighted = self.values * weights
+    return softmax * weighted.sum(axis=-1, keepdims=True) - weighted
 
   def divisor(self, weights):
     return jnp.asarray(len(self.values), weights.dtype)
@@ -63,9 +61,9 @@ class _Probabilities(NamedTuple):
 def _targets(target, ignore_index):
   """Return probability targets for a float dtype, as torch; else class targets."""
   if jnp.issubdtype(target.dtype, jnp.floating):
-    return _Probabilities(target)
-  counts = target != ignore_index
-  return _Classes(jnp.where(counts, target, 0), counts)
+    return _ProbabilityTargets(target)
+  is_counted = target != ignore_index
+  return _ClassTargets(jnp.where(is_counted, target, 0), is_counted)
 
 
 def _class_rules(
@@ -84,8 +82,8 @@ def _chunks(arrays, size):
 
   def split(array):
     count = -(-array.shape[0] // size)
-    missing = count * size - array.shape[0]
-    padded = jnp.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1))
+    padding = count * size - array.shape[0]
+    padded = jnp.pad(array, [(0, padding)] + [(0, 0)] * (array.ndim - 1))
     return padded.reshape(count, size, *array.shape[1:])
 
   return jax.tree.map(split, arrays)
@@ -106,9 +104,9 @@ def _loss_and_gradients(layer, weights, scale, chunks):
     rows, targets = chunk
     log_softmax = _log_softmax(layer, rows)
     loss = loss + (targets.losses(log_softmax, weights) * scale).sum()
-    slopes = targets.slopes(jnp.exp(log_softmax), weights) * scale
-    sums = loss, matrix_grad + slopes.T @ rows, bias_grad + slopes.sum(0)
-    return sums, slopes @ matrix
+    logit_grads = targets.logit_grads(jnp.exp(log_softmax), weights) * scale
+    sums = loss, matrix_grad + logit_grads.T @ rows, bias_grad + logit_grads.sum(0)
+    return sums, logit_grads @ matrix
 
   start = (jnp.zeros((), matrix.dtype), jnp.zeros_like(matrix), jnp.zeros_like(bias))
   (loss, matrix_grad, bias_grad), row_grads = lax.scan(add_chunk, start, chunks)
@@ -154,7 +152,7 @@ def _linear_cross_entropy_batch_chunked(
   """Return (loss, gradients of input, matrix and bias), empty if not requested."""
   if reduction not in ("mean", "sum") or label_smoothing:
     raise NotImplementedError(
-      "linear_cross_entropy by chunks expects the reduction mean or sum and no label "
+      "linear_cross_entropy in chunks expects the reduction mean or sum and no label "
       f"smoothing, but got {reduction!r} and {label_smoothing}. Pass options=None."
     )
   layer, weights, targets, chunks = _operands(
@@ -199,9 +197,9 @@ def _linear_cross_entropy_batch_chunked_no_reduction(
     *(ignore_index, batch_chunk_size, acc_dtype),
   )
 
-  def losses_of(chunk):
+  def chunk_losses(chunk):
     rows, targets = chunk
     return targets.losses(_log_softmax(layer, rows), weights)
 
-  losses = lax.map(losses_of, chunks)
+  losses = lax.map(chunk_losses, chunks)
   return losses.reshape(-1)[: len(input)].astype(input.dtype)

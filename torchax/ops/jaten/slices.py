@@ -25,25 +25,25 @@ def _slice_range(length, start, end, step) -> range:
 @op(aten.slice_copy)
 def _aten_slice(self, dim=0, start=None, end=None, step=1):
   dim = dim_of(dim, self.ndim)
-  positions = _slice_range(self.shape[dim], start, end, step)
-  stop = max(positions.start, positions.stop)
-  return lax.slice_in_dim(self, positions.start, stop, step, dim)
+  indices = _slice_range(self.shape[dim], start, end, step)
+  stop = max(indices.start, indices.stop)
+  return lax.slice_in_dim(self, indices.start, stop, step, dim)
 
 
 def _require_source(self, src, dim, length) -> None:
   """Raise RuntimeError unless `src` has the shape of the slice that it replaces."""
-  written = (*self.shape[:dim], length, *self.shape[dim + 1 :])
-  if tuple(src.shape) != written:
+  slice_shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
+  if tuple(src.shape) != slice_shape:
     raise RuntimeError(
       "slice_scatter: expected src to have a size equal to the slice of self. src size "
-      f"= {list(src.shape)}, slice size = {list(written)}"
+      f"= {list(src.shape)}, slice size = {list(slice_shape)}"
     )
 
 
 def _check_slice(self, src, dim=0, start=None, end=None, step=1):
   dim = dim_of(dim, self.ndim)
-  positions = _slice_range(self.shape[dim], start, end, step)
-  _require_source(self, src, dim, len(positions))
+  indices = _slice_range(self.shape[dim], start, end, step)
+  _require_source(self, src, dim, len(indices))
 
 
 def _prepare_slice(given: dict) -> None:
@@ -61,17 +61,17 @@ def _prepare_slice(given: dict) -> None:
 def _aten_slice_scatter(self, src, dim=0, start=None, end=None, step=1):
   dim = dim_of(dim, self.ndim)
   if isinstance(start, jax.Array):
-    return _write_from(self, src, dim, start, step)
-  positions = _slice_range(self.shape[dim], start, end, step)
-  _require_source(self, src, dim, len(positions))
+    return _write_at(self, src, dim, start, step)
+  indices = _slice_range(self.shape[dim], start, end, step)
+  _require_source(self, src, dim, len(indices))
   src = src.astype(self.dtype)
   if step == 1:
-    return put_slice(self, src, dim, positions.start) if len(positions) else self
-  window = (slice(None),) * dim + (slice(positions.start, positions.stop, step),)
-  return self.at[window].set(src)
+    return put_slice(self, src, dim, indices.start) if len(indices) else self
+  index = (slice(None),) * dim + (slice(indices.start, indices.stop, step),)
+  return self.at[index].set(src)
 
 
-def _write_from(self, src, dim, start, step=1):
+def _write_at(self, src, dim, start, step=1):
   """Write `src` along `dim` from a traced `start`; it must fit."""
   size, length = self.shape[dim], src.shape[dim]
   first = jnp.clip(jnp.where(start < 0, start + size, start), 0, size)
@@ -80,17 +80,17 @@ def _write_from(self, src, dim, start, step=1):
   src = src.astype(self.dtype)
   if step == 1:
     return put_slice(self, src, dim, first)
-  positions = first + step * jnp.arange(length)
-  return self.at[(slice(None),) * dim + (positions,)].set(src)
+  indices = first + step * jnp.arange(length)
+  return self.at[(slice(None),) * dim + (indices,)].set(src)
 
 
-def _embed_rows(rows, sizes, dim, first, step):
+def _write_into_zeros(rows, sizes, dim, first, step):
   """Write `rows` into zeros of shape `sizes`, along `dim` from a traced `first`."""
   zeros = jnp.zeros(sizes, rows.dtype)
   if isinstance(step, int) and step == 1:
     return lax.dynamic_update_slice_in_dim(zeros, rows, first, dim)
-  positions = first + step * jnp.arange(rows.shape[dim])
-  return zeros.at[(slice(None),) * dim + (positions,)].set(rows)
+  indices = first + step * jnp.arange(rows.shape[dim])
+  return zeros.at[(slice(None),) * dim + (indices,)].set(rows)
 
 
 @op(
@@ -111,12 +111,12 @@ def _aten_slice_backward(grad_output, input_sizes, dim, start, end, step):
   size = input_sizes[dim]
   if not isinstance(start, int):
     first = jnp.clip(jnp.where(start < 0, start + size, start), 0, size)
-    return _embed_rows(grad_output, input_sizes, dim, first, step)
+    return _write_into_zeros(grad_output, input_sizes, dim, first, step)
   # torch passes the largest int64 for no end; without x64 it arrives as a float.
-  positions = _slice_range(size, start, size if end > size else end, step)
-  after = size - positions[-1] - 1
+  indices = _slice_range(size, start, size if end > size else end, step)
+  after = size - indices[-1] - 1
   widths = [(0, 0, 0)] * grad_output.ndim
-  widths[dim] = (positions.start, after, step - 1)
+  widths[dim] = (indices.start, after, step - 1)
   return lax.pad(grad_output, jnp.zeros((), grad_output.dtype), widths)
 
 
@@ -133,11 +133,11 @@ def _check_narrow(self, dim, start, length) -> None:
       f"start out of range (expected to be in range of [{-size}, {size}], but got "
       f"{start})"
     )
-  start += self.shape[dim] if start < 0 else 0
-  if length < 0 or not 0 <= start <= self.shape[dim] - length:
+  start += size if start < 0 else 0
+  if length < 0 or not 0 <= start <= size - length:
     raise RuntimeError(
-      f"narrow expects start and length within a dimension of size "
-      f"{self.shape[dim]}, but got start={start} and length={length}."
+      f"narrow expects start and length within a dimension of size {size}, but got "
+      f"start={start} and length={length}."
     )
 
 
@@ -195,7 +195,7 @@ def _aten_select_scatter(self, src, dim, index):
   dim = dim_of(dim, self.ndim)
   row = jnp.expand_dims(src.astype(self.dtype), dim)
   if not isinstance(index, int):
-    return _write_from(self, row, dim, index)
+    return _write_at(self, row, dim, index)
   index = _wrap_index(index, self.shape[dim])
   return _aten_slice_scatter(self, row, dim, index, index + 1)
 
@@ -207,6 +207,6 @@ def _aten_select_backward(grad_output, input_sizes, dim, index):
   row = jnp.expand_dims(grad_output, dim)
   if not isinstance(index, int):
     first = jnp.where(index < 0, index + input_sizes[dim], index)
-    return _embed_rows(row, input_sizes, dim, first, 1)
+    return _write_into_zeros(row, input_sizes, dim, first, 1)
   index = _wrap_index(index, input_sizes[dim])
   return _aten_slice_backward(row, input_sizes, dim, index, index + 1, 1)
