@@ -344,7 +344,7 @@ def _apply(module, call: _Call, keys, arrays):
   """Call `module.apply`; return (out, updates)."""
   count = call.variables.num_leaves
   variables = jax.tree.unflatten(call.variables, arrays[:count])
-  args, kwargs = call.arguments.filled(arrays[count:])
+  args, kwargs = call.arguments.unflatten(arrays[count:])
   out = module.apply(
     variables, *args, rngs=keys or None, mutable=call.mutable, **kwargs
   )

@@ -172,7 +172,7 @@ class ScannedModule(torch.nn.Module):
 
   def _run_layer(self, arguments: Partition, carry, tensors):
     value, others = carry
-    args, kwargs = arguments.filled(others)
+    args, kwargs = arguments.unflatten(others)
 
     def layer(value, tensors):
       with torch_compat.reparametrized(self.c.one_mod, tensors):

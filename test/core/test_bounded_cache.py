@@ -38,7 +38,7 @@ def test_an_entry_can_be_replaced():
 
 
 def test_a_cache_without_room_is_refused():
-  with pytest.raises(ValueError, match="room for 2 entries at least, but got 1"):
+  with pytest.raises(ValueError, match="expects limit >= 2, but got 1"):
     BoundedCache(1)
 
 

@@ -25,19 +25,19 @@ TREES = {
 @pytest.mark.parametrize("of_torch", [False, True])
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
 def test_a_tree_comes_back_with_other_leaves(tree, of_torch):
-  parts = Partition(tree, of_torch=of_torch)
+  parts = Partition(tree, is_torch_tree=of_torch)
   assert all(isinstance(leaf, torch.Tensor) for leaf in parts.dynamic)
   given = [number + 10 for number in range(len(parts.dynamic))]
   remaining = iter(given)
   expected = torch_pytree.tree_map_only(torch.Tensor, lambda _: next(remaining), tree)
-  for found in (parts.filled(given), parts.without_arrays().filled(given)):
+  for found in (parts.unflatten(given), parts.without_arrays().unflatten(given)):
     assert found == expected and type(found) is type(expected)
 
 
 def test_what_is_dynamic_is_for_the_caller_to_say():
   parts = Partition([1.5, np.ones(2), 3], np.ndim)
   assert [np.ndim(leaf) for leaf in parts.dynamic] == [1]
-  assert parts.filled(["array"]) == [1.5, "array", 3]
+  assert parts.unflatten(["array"]) == [1.5, "array", 3]
 
 
 DIFFERENT = {

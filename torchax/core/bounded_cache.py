@@ -25,19 +25,19 @@ class BoundedCache(Generic[K, V]):
 
   def __init__(self, limit: int):
     if limit < 2:
-      raise ValueError(f"A cache has room for 2 entries at least, but got {limit}.")
+      raise ValueError(f"BoundedCache expects limit >= 2, but got {limit}.")
     self.limit = limit
     self._young: dict[K, V] = {}
     self._old: dict[K, V] = {}
 
   def get(self, key: K) -> V | None:
     """Return the entry of a key, or None."""
-    found = self._young.get(key)
-    if found is None and self._old:
-      found = self._old.pop(key, None)
-      if found is not None:
-        self[key] = found
-    return found
+    value = self._young.get(key)
+    if value is None and self._old:
+      value = self._old.pop(key, None)
+      if value is not None:
+        self[key] = value
+    return value
 
   def __setitem__(self, key: K, value: V) -> None:
     if len(self._young) >= self.limit // 2 and key not in self._young:

@@ -24,8 +24,8 @@ from torchax.errors import ShardingError
 
 # Exceptions of JAX for conflicting shardings; plain ones come from loops and
 # conversions. If the arguments are wrong, the call with automatic axes raises again.
-_REFUSALS = (jax_compat.ShardingTypeError, TypeError, ValueError, NotImplementedError)
-_chosen: BoundedCache = BoundedCache(4096)
+_CONFLICTS = (jax_compat.ShardingTypeError, TypeError, ValueError, NotImplementedError)
+_cached_shardings: BoundedCache = BoundedCache(4096)
 
 
 def mesh_of(array) -> AbstractMesh | None:
@@ -68,57 +68,57 @@ def call(function: Callable, operands, name: str, key: Any = None):
     return function(*operands)
   try:
     return function(*operands)
-  except _REFUSALS as error:
-    refusal = error
+  except _CONFLICTS as error:
+    conflict = error
   if len(meshes) > 1:
     axes = " and ".join(str(dict(mesh.shape)) for mesh in meshes)
     raise ShardingError(
       f"{name} expects tensors on one mesh, but got some on meshes of the axes {axes}. "
       "Lay them out on one of them, with `tensor.shard_(NamedSharding(mesh, spec))`."
-    ) from refusal
+    ) from conflict
   if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(operands)):
-    return _with_concrete(function, operands)
+    return _call_on_auto_mesh(function, operands)
   shardings = _result_shardings(function, operands, meshes[0], name, key)
-  return _in_auto(function, operands, shardings)
+  return _call_in_auto_axes(function, operands, shardings)
 
 
-def with_explicit_axes(function: Callable, is_kept: bool = True) -> Callable:
+def with_explicit_axes(function: Callable, is_reused: bool = True) -> Callable:
   """Wrap a function of arrays to run on meshes with explicit axes; see `call`.
 
   Args:
     function: a function of trees of arrays.
-    is_kept: it is called more than once, so its result shardings are cached.
+    is_reused: it is called more than once, so its result shardings are cached.
   """
   name = program_limit.name_of(function)
 
   def explicit(*operands):
-    return call(function, operands, name, function if is_kept else None)
+    return call(function, operands, name, function if is_reused else None)
 
   explicit.__name__ = name
   return explicit
 
 
-def accept_any_sharding(pull_back: Callable, results: list) -> Callable:
+def accept_any_sharding(pullback: Callable, results: list) -> Callable:
   """Wrap a pullback of `jax.vjp` to accept cotangents of any sharding.
 
   Args:
-    pull_back: function of one list of cotangents.
+    pullback: function of one list of cotangents.
     results: primal results, one per cotangent.
   """
   shardings = [None if mesh_of(r) is None else jax.typeof(r).sharding for r in results]
   if not any(shardings):
-    return pull_back
-  return jax.tree_util.Partial(_resharding_pull_back(tuple(shardings)), pull_back)
+    return pullback
+  return jax.tree_util.Partial(_resharding_pullback(tuple(shardings)), pullback)
 
 
 @functools.lru_cache(maxsize=256)
-def _resharding_pull_back(shardings: tuple) -> Callable:
+def _resharding_pullback(shardings: tuple) -> Callable:
   """Return one function per tuple of shardings: it is a part of JAX's cache key."""
 
-  def pulling_back(pull_back, cotangents):
-    return pull_back([_reshard(*pair) for pair in zip(cotangents, shardings)])
+  def resharding(pullback, cotangents):
+    return pullback([_reshard(*pair) for pair in zip(cotangents, shardings)])
 
-  return pulling_back
+  return resharding
 
 
 def _reshard(array, sharding):
@@ -145,12 +145,12 @@ def reshard_to_specs(tree: Any, specs: Any, mesh: Mesh | AbstractMesh | None) ->
   if mesh.empty or not _is_explicit(mesh):
     return tree
 
-  def reshard(spec, part):
+  def reshard(spec, subtree):
     if spec is None:
-      return part
+      return subtree
     sharding = NamedSharding(mesh, spec)
     return jax.tree.map(
-      lambda leaf: jax.reshard(leaf, sharding) if is_array(leaf) else leaf, part
+      lambda leaf: jax.reshard(leaf, sharding) if is_array(leaf) else leaf, subtree
     )
 
   is_spec = lambda spec: spec is None or isinstance(spec, PartitionSpec)  # noqa: E731
@@ -171,32 +171,29 @@ def with_mesh(array: jax.Array, mesh: Mesh) -> jax.Array:
   if not isinstance(sharding, NamedSharding):
     return array
   sharding = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
-  parts = [shard.data for shard in array.addressable_shards]
+  shards = [shard.data for shard in array.addressable_shards]
   return jax.make_array_from_single_device_arrays(
-    array.shape, sharding, parts, dtype=array.dtype
+    array.shape, sharding, shards, dtype=array.dtype
   )
 
 
-def _with_concrete(function: Callable, operands):
+def _call_on_auto_mesh(function: Callable, operands):
   """Run a function of concrete arrays on their mesh with automatic axes."""
-  explicit: list[Mesh] = []
+  arrays = [leaf for leaf in jax.tree.leaves(operands) if mesh_of(leaf) is not None]
+  mesh = arrays[0].sharding.mesh
+  auto = auto_mesh(mesh)
 
-  def auto(leaf):
-    if mesh_of(leaf) is None:
-      return leaf
-    explicit.append(leaf.sharding.mesh)
-    return with_mesh(leaf, auto_mesh(explicit[0]))
+  def to_auto(leaf):
+    return leaf if mesh_of(leaf) is None else with_mesh(leaf, auto)
 
-  operands = jax.tree.map(auto, operands)
-  mesh = explicit[0]
-
-  def back(leaf):
+  def to_explicit(leaf):
     sharding = getattr(leaf, "sharding", None)
-    is_on_it = isinstance(sharding, NamedSharding) and sharding.mesh == auto_mesh(mesh)
-    return with_mesh(leaf, mesh) if is_on_it else leaf
+    is_on_auto = isinstance(sharding, NamedSharding) and sharding.mesh == auto
+    return with_mesh(leaf, mesh) if is_on_auto else leaf
 
+  operands = jax.tree.map(to_auto, operands)
   with no_mesh():
-    return jax.tree.map(back, function(*operands))
+    return jax.tree.map(to_explicit, function(*operands))
 
 
 # Traced arrays: the partitioner chooses the shardings of results ----------------------
@@ -209,22 +206,22 @@ def no_mesh() -> contextlib.AbstractContextManager:
   return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
 
 
-def _in_auto(function: Callable, operands, shardings):
+def _call_in_auto_axes(function: Callable, operands, shardings):
   flat = Partition(tuple(operands), is_array)
 
   def run(*arrays):
-    return function(*flat.filled(arrays))
+    return function(*flat.unflatten(arrays))
 
   return jax.sharding.auto_axes(run, out_sharding=shardings)(*flat.dynamic)
 
 
-def _twin(mesh: AbstractMesh, name: str) -> Mesh:
+def _concrete_auto_mesh(mesh: AbstractMesh, name: str) -> Mesh:
   """Return a concrete mesh with automatic axes, for XLA's partitioner."""
   devices = jax.devices()
   if mesh.size > len(devices):
     raise ShardingError(
       f"{name} is traced for a mesh of {mesh.size} devices, but this program has "
-      f"{len(devices)}, and its result's layout is not given by its types. Trace it "
+      f"{len(devices)}, and JAX cannot derive the sharding of its result. Trace it "
       "where the devices are, or use a mesh of `AxisType.Auto` axes."
     )
   sizes = tuple(mesh.axis_sizes)
@@ -232,7 +229,7 @@ def _twin(mesh: AbstractMesh, name: str) -> Mesh:
   return Mesh(chosen, mesh.axis_names, axis_types=(AxisType.Auto,) * len(sizes))
 
 
-def _description(leaf) -> tuple:
+def _aval_key(leaf) -> tuple:
   aval = jax.typeof(leaf)
   spec = None if mesh_of(leaf) is None else tuple(aval.sharding.spec)
   return aval.shape, str(aval.dtype), spec
@@ -241,27 +238,27 @@ def _description(leaf) -> tuple:
 def _result_shardings(function: Callable, operands, mesh: AbstractMesh, name: str, key):
   """Compile the function once; return the shardings that the partitioner chose."""
   flat = Partition(tuple(operands), is_array)
-  known = None
+  cache_key = None
   if key is not None:
-    kept = flat.without_arrays()
-    known = (key, mesh, tuple(map(_description, flat.dynamic)), kept)
-    found = _chosen.get(known)
-    if found is not None:
-      return found
-  twin = _twin(mesh, name)
+    avals = tuple(map(_aval_key, flat.dynamic))
+    cache_key = (key, mesh, avals, flat.without_arrays())
+    cached = _cached_shardings.get(cache_key)
+    if cached is not None:
+      return cached
+  auto = _concrete_auto_mesh(mesh, name)
 
-  def described(leaf):
+  def on_auto_mesh(leaf):
     aval = jax.typeof(leaf)
     spec = PartitionSpec() if mesh_of(leaf) is None else aval.sharding.spec
-    sharding = NamedSharding(twin, spec)
+    sharding = NamedSharding(auto, spec)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
 
   def run(*arrays):
-    return function(*flat.filled(arrays))
+    return function(*flat.unflatten(arrays))
 
   run.__name__ = "layout_of_" + name.replace(".", "_")
   with jax_compat.outside_of_traces(), no_mesh():
-    lowered = jax.jit(run).lower(*map(described, flat.dynamic))
+    lowered = jax.jit(run).lower(*map(on_auto_mesh, flat.dynamic))
     chosen = lowered.compile().output_shardings
   explicit = {
     axis
@@ -269,10 +266,10 @@ def _result_shardings(function: Callable, operands, mesh: AbstractMesh, name: st
     if kind is AxisType.Explicit
   }
   shardings = jax.tree.map(
-    lambda found: NamedSharding(mesh, _spec_of(found, explicit)), chosen
+    lambda sharding: NamedSharding(mesh, _spec_of(sharding, explicit)), chosen
   )
-  if known is not None:
-    _chosen[known] = shardings
+  if cache_key is not None:
+    _cached_shardings[cache_key] = shardings
   return shardings
 
 
@@ -280,9 +277,9 @@ def _spec_of(sharding, explicit: set[str]) -> PartitionSpec:
   """Return the spec of a sharding, reduced to explicit axes."""
   if not isinstance(sharding, NamedSharding):
     return PartitionSpec()
-  parts = []
-  for part in sharding.spec:
-    names = part if isinstance(part, tuple) else (part,)
+  entries = []
+  for entry in sharding.spec:
+    names = entry if isinstance(entry, tuple) else (entry,)
     kept = tuple(name for name in names if name in explicit)
-    parts.append(None if not kept else kept[0] if len(kept) == 1 else kept)
-  return PartitionSpec(*parts)
+    entries.append(None if not kept else kept[0] if len(kept) == 1 else kept)
+  return PartitionSpec(*entries)

@@ -33,7 +33,7 @@ class Partition:
   Args:
     tree: a pytree of JAX.
     is_dynamic: predicate that selects the dynamic leaves.
-    of_torch: flatten by torch's pytree registry instead of JAX's.
+    is_torch_tree: flatten by torch's pytree registry instead of JAX's.
 
   Attributes:
     dynamic: the dynamic leaves, in order.
@@ -42,7 +42,7 @@ class Partition:
     structure: treedef of JAX, or `TreeSpec` of torch.
 
   >>> tree = Partition({"x": 1.5, "dim": 0}, lambda leaf: isinstance(leaf, float))
-  >>> tree.dynamic, tree.filled([2.5])
+  >>> tree.dynamic, tree.unflatten([2.5])
   ([1.5], {'dim': 0, 'x': 2.5})
   """
 
@@ -52,14 +52,14 @@ class Partition:
     self,
     tree: Any,
     is_dynamic: Callable[[Any], bool] = is_tensor,
-    of_torch: bool = False,
+    is_torch_tree: bool = False,
   ):
-    flatten = torch_pytree.tree_flatten if of_torch else jax.tree.flatten
+    flatten = torch_pytree.tree_flatten if is_torch_tree else jax.tree.flatten
     leaves, self.structure = flatten(tree)
     self.is_dynamic = tuple(map(is_dynamic, leaves))
-    marked = list(zip(leaves, self.is_dynamic))
-    self.dynamic = [leaf for leaf, is_one in marked if is_one]
-    self.leaves = [None if is_one else leaf for leaf, is_one in marked]
+    pairs = list(zip(leaves, self.is_dynamic))
+    self.dynamic = [leaf for leaf, dynamic in pairs if dynamic]
+    self.leaves = [None if dynamic else leaf for leaf, dynamic in pairs]
     self._key: Hashable = None
 
   @property
@@ -82,17 +82,17 @@ class Partition:
 
   def without_arrays(self) -> "Partition":
     """Return a copy without the dynamic leaves, so that a cache keeps no arrays."""
-    kept = Partition.__new__(Partition)
-    kept.dynamic, kept.leaves, kept._key = [], self.leaves, self._key
-    kept.is_dynamic, kept.structure = self.is_dynamic, self.structure
-    return kept
+    copy = Partition.__new__(Partition)
+    copy.dynamic, copy.leaves, copy._key = [], self.leaves, self._key
+    copy.is_dynamic, copy.structure = self.is_dynamic, self.structure
+    return copy
 
-  def filled(self, dynamic: Iterable) -> Any:
-    """Return the tree with `dynamic` in place of its dynamic leaves."""
-    remaining = iter(dynamic)
+  def unflatten(self, values: Iterable) -> Any:
+    """Return the tree with `values` as its dynamic leaves."""
+    values = iter(values)
     leaves = [
-      next(remaining) if is_one else leaf
-      for leaf, is_one in zip(self.leaves, self.is_dynamic)
+      next(values) if dynamic else leaf
+      for leaf, dynamic in zip(self.leaves, self.is_dynamic)
     ]
     if isinstance(self.structure, torch_pytree.TreeSpec):
       return torch_pytree.tree_unflatten(leaves, self.structure)

@@ -223,7 +223,7 @@ class Plan:
     )
 
     def run(draw, arrays):
-      operands, key = self.flattener.flatten(*given.filled(arrays))
+      operands, key = self.flattener.flatten(*given.unflatten(arrays))
       return self.lowering.inline(key, None, [*draw, *operands])
 
     return jax.eval_shape(run, draw, given.dynamic)

@@ -53,7 +53,7 @@ class _Rule:
       sources = [tensor for tensor, want in zip(tensors, wanted) if want]
       for tensor in sources:
         tensor.requires_grad_()
-      args, kwargs = self.arguments.filled(tensors)
+      args, kwargs = self.arguments.unflatten(tensors)
       results = [r for r in _tensors(self.func(*args, **kwargs)) if is_inexact(r.jax())]
       pairs = [
         (result, cotangent)
@@ -99,7 +99,7 @@ def with_derivative_of(func, lower, env, args, kwargs):
     return lower(args, kwargs)
   if _has_traced_scalars(func, args, kwargs):
     return lower(args, kwargs)  # torch needs Python numbers here; JAX differentiates
-  out = lower(*arguments.filled(map(lax.stop_gradient, arrays)))
+  out = lower(*arguments.unflatten(map(lax.stop_gradient, arrays)))
   leaves, structure = jax.tree.flatten(out)
   indices = [index for index, leaf in enumerate(leaves) if is_inexact(leaf)]
   rule = _Rule(func, arguments.without_arrays(), len(indices), env)

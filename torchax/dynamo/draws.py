@@ -206,10 +206,10 @@ def _count_draws(node: fx.Node) -> int:
   if kind_of(node) is Kind.SAMPLER:
     return 1
   arguments = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
-  parts = Partition(torch_pytree.tree_map(hint, arguments), of_torch=True)
+  parts = Partition(torch_pytree.tree_map(hint, arguments), is_torch_tree=True)
 
   def run(*arrays):
-    args, kwargs = parts.filled(arrays)
+    args, kwargs = parts.unflatten(arrays)
     with torch.no_grad(), rng_scope(0) as stream:
       run_operation(node.target, args, kwargs)
       counts.append(stream.draws)

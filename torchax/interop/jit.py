@@ -281,7 +281,7 @@ class Jitted(Generic[P, R]):
       return jitted.call(None, args, {}, applies_effects=False, alive=called.alive)
 
   def _gradient(self, program, given, treedef, autocast, rng, tensors, gradients):
-    leaves = given.filled(tensors)
+    leaves = given.unflatten(tensors)
     args, kwargs = static_arguments.unbox(jax.tree.unflatten(treedef, leaves))
     with self._pure.replay(arrays_of(rng)), amp.restore_autocast(autocast):
       out = self.traced.function(*args, **kwargs)

@@ -340,14 +340,14 @@ def _call_recorded(jax_func: JaxCallable, arguments: Partition):
   found: list[Partition] = []
 
   def on_arrays(*arrays):
-    args, kwargs = jax_view(arguments.filled(arrays))
+    args, kwargs = jax_view(arguments.unflatten(arrays))
     found[:] = [Partition(jax_func(*args, **kwargs), _is_array)]
     return found[0].dynamic
 
   # Compiling a JAX function is up to the user.
   function = autograd.ArrayFunction(on_arrays, saves_residuals=True, compiled=False)
   results = autograd.call(function, arguments.dynamic)
-  return jax.tree.map(_torch_view, found[0].filled(results), is_leaf=is_tensor)
+  return jax.tree.map(_torch_view, found[0].unflatten(results), is_leaf=is_tensor)
 
 
 @overload
