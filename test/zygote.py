@@ -40,14 +40,14 @@ class _Hiding(importlib.machinery.SourceFileLoader):
       self._hide_operations(module)
 
   def _hide_private(self, module):
-    walk = module.walk
+    resolve = module.resolve
 
     def hiding(path):
       if path in self.hidden:
         raise AttributeError(path)
-      return walk(path)
+      return resolve(path)
 
-    module.walk = hiding
+    module.resolve = hiding
 
   def _hide_operations(self, module):
     find = module.find

@@ -283,7 +283,7 @@ def test_program_is_divisible_unless_all_axes_are_mapped(monkeypatch):
 
 def test_coordination_client_has_the_methods_in_use():
   assert jax_compat.coordination_client() is None  # a process that is alone
-  from_runtime = private.walk("jax._src.lib._jax.DistributedRuntimeClient")
+  from_runtime = private.resolve("jax._src.lib._jax.DistributedRuntimeClient")
   for name in ("wait_at_barrier", "key_value_set", "key_value_dir_get"):
     assert callable(getattr(from_runtime, name))
   assert callable(from_runtime.key_value_delete)
@@ -291,7 +291,7 @@ def test_coordination_client_has_the_methods_in_use():
 
 def test_missing_cluster_error_is_recognized():
   with pytest.raises(ValueError) as caught:
-    private.walk("jax._src.distributed.State")().initialize(
+    private.resolve("jax._src.distributed.State")().initialize(
       cluster_detection_method="deactivate"
     )
   assert jax_compat.is_about_missing_cluster(caught.value)

@@ -149,13 +149,13 @@ def test_a_piece_in_a_slow_module_is_looked_up_when_it_is_used(monkeypatch):
 def test_a_module_behind_a_function_of_its_name_is_found():
   optimizer = importlib.import_module("torch.optim.optimizer")
   path = "torch.optim.optimizer._foreach_supported_types"
-  assert private.walk(path) is optimizer._foreach_supported_types
+  assert private.resolve(path) is optimizer._foreach_supported_types
   module = importlib.import_module("torch.nn.parallel.data_parallel")
-  assert private.walk("torch.nn.parallel.data_parallel.DataParallel") is (
+  assert private.resolve("torch.nn.parallel.data_parallel.DataParallel") is (
     module.DataParallel
   )
   with pytest.raises(AttributeError):
-    private.walk("torch.nn.parallel.data_parallel.there_is_no_such_thing")
+    private.resolve("torch.nn.parallel.data_parallel.there_is_no_such_thing")
 
 
 def test_pieces_are_of_torch_or_jax():

@@ -39,7 +39,7 @@ def test_the_random_state_is_that_of_this_thread():
 def test_every_private_piece_is_named_with_whether_it_was_found():
   info = torchax.env_info()
   pieces = private.PIECES.items()
-  assert info.private_api == {path: not piece.is_yet_to_come for path, piece in pieces}
+  assert info.private_api == {path: not piece.is_future for path, piece in pieces}
   assert "torch._C._set_conj" in info.private_api
   assert "jax._src.core.trace_ctx" in info.private_api
   assert info.lost == ()

@@ -42,21 +42,21 @@ class Piece:
     return self.path.partition(".")[0]
 
   @property
-  def known(self) -> str:
+  def tested(self) -> str:
     """Tested versions with this piece, as text: "2.11 to 2.15"."""
     lowest, highest = versions.TESTED[self.library]
     return f"{self.since or lowest} to {highest}"
 
   @property
-  def is_yet_to_come(self) -> bool:
+  def is_future(self) -> bool:
     """True if the installed version is older than `since`."""
     installed = importlib.import_module(self.library).__version__
     return self.since is not None and versions.is_older(installed, self.since)
 
   @property
-  def is_lost(self) -> bool:
+  def is_missing(self) -> bool:
     """True if the installed version should have the piece but does not."""
-    return self.is_found is False and not self.is_yet_to_come
+    return self.is_found is False and not self.is_future
 
   def message(self) -> str:
     """Return the error message: the missing name, its feature and the remedy."""
@@ -64,8 +64,8 @@ class Piece:
     rest = "" if self.is_essential else " Everything else works."
     return (
       f"{self.library} {installed} has no {self.path}, which torchax needs for "
-      f"{self.feature}; {self.library} {self.known} has it.{rest} Install one of these "
-      "versions, or a newer torchax. `python -m torchax` shows what was found."
+      f"{self.feature}; {self.library} {self.tested} has it.{rest} Install one of "
+      "these versions, or a newer torchax. `python -m torchax` shows what was found."
     )
 
 
@@ -99,7 +99,7 @@ class Unavailable:
     return f"<{self._piece.path}, which was not found>"
 
 
-def walk(path: str) -> Any:
+def resolve(path: str) -> Any:
   """Return the object of a dotted name, importing its modules.
 
   Raises:
@@ -110,23 +110,23 @@ def walk(path: str) -> Any:
   for index, part in enumerate(parts):
     # Some functions of torch shadow a submodule of the same name. If the function lacks
     # the next attribute, use the submodule.
-    following = parts[index + 1 : index + 2]
+    next_parts = parts[index + 1 : index + 2]
     found = getattr(owner, part, None)
-    is_whole = found is not None and all(hasattr(found, name) for name in following)
-    if hasattr(owner, "__path__") and not is_whole:
+    has_next = found is not None and all(hasattr(found, name) for name in next_parts)
+    if hasattr(owner, "__path__") and not has_next:
       owner = _submodule(f"{owner.__name__}.{part}", found)
     else:
       owner = getattr(owner, part)
   return owner
 
 
-def _submodule(name: str, otherwise: Any) -> Any:
+def _submodule(name: str, default: Any) -> Any:
   try:
     return importlib.import_module(name)
   except ModuleNotFoundError:
-    if otherwise is None:
+    if default is None:
       raise
-    return otherwise
+    return default
 
 
 _NOTHING = object()
@@ -149,7 +149,7 @@ def find(
   piece = _declare(path, feature, since)
   piece.degrades = instead is not _NOTHING
   try:
-    found = walk(path)
+    found = resolve(path)
   except (AttributeError, ImportError):
     piece.is_found = False
     return instead if piece.degrades else Unavailable(piece)
@@ -157,20 +157,20 @@ def find(
   return found
 
 
-def essential(path: str, reason: str) -> Any:
+def essential(path: str, feature: str) -> Any:
   """Look up a private piece that every tensor needs.
 
   Args:
     path: dotted name.
-    reason: name of the feature that needs it, for messages.
+    feature: name of the feature that needs it, for messages.
 
   Raises:
     UnsupportedVersionError: the installed version does not have it.
   """
-  piece = _declare(path, reason)
+  piece = _declare(path, feature)
   piece.is_essential = True
   try:
-    found = walk(path)
+    found = resolve(path)
   except (AttributeError, ImportError) as error:
     piece.is_found = False
     raise UnsupportedVersionError(piece.message()) from error

@@ -95,7 +95,7 @@ def env_info() -> EnvInfo:
     x64=jax.config.jax_enable_x64,
     random_state=str(rng.current().state),
     private_api={piece.path: bool(piece.is_found) for piece in pieces},
-    lost=tuple(piece.message() for piece in pieces if piece.is_lost),
+    lost=tuple(piece.message() for piece in pieces if piece.is_missing),
   )
 
 

@@ -27,7 +27,7 @@ def _multi_head_attention_forward(*args, env, **kwargs):
     call = _Call(**given.arguments)
     if amp.dtype_in_force() is None and call.is_usual() and call.is_plain(env):
       return call.run(env)
-    return torch_compat.attention_of_heads(**given.arguments)
+    return torch_compat.undispatched_attention(**given.arguments)
 
 
 _MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)

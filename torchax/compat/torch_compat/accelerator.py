@@ -26,7 +26,7 @@ def answer_for_accelerator(answers: dict) -> None:
     answers: replacement by the last part of the name, such as "getDeviceIndex", with
       the same arguments. Functions that this torch lacks are skipped.
   """
-  owner = private.walk("torch._C")
+  owner = private.resolve("torch._C")
   for name, answer in answers.items():
     path = f"torch._C._accelerator_{name}"
     if private.find(path, _FEATURE, instead=None, since=_SINCE.get(name)):

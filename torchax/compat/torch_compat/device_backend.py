@@ -212,4 +212,4 @@ def support_foreach(*classes: type) -> None:
     owner = importlib.import_module(module)
     patch(owner, "_foreach_supported_types", [*supported, *classes], _FOREACH)
   name = "_group_tensors_by_device_and_dtype"
-  patch(private.walk("torch._C"), name, _group_tensors_by_device_and_dtype, _FOREACH)
+  patch(private.resolve("torch._C"), name, _group_tensors_by_device_and_dtype, _FOREACH)

@@ -247,7 +247,7 @@ def enter_staging(instead: Callable) -> None:
     instead: (original, stager, tensor, memo, …) -> the copy, also stored in `memo`.
   """
   if _offload_tensor() is not None:
-    reroute_method(private.walk(_STAGER), "_offload_tensor", instead)
+    reroute_method(private.resolve(_STAGER), "_offload_tensor", instead)
 
 
 def current_mesh():

@@ -142,9 +142,8 @@ def watch_marks(mark) -> None:
     if not mark(tensor, metadata):
       _set_marks(tensor, metadata)
 
-  patch(
-    private.walk("torch._utils"), "set_tensor_metadata", set_tensor_metadata, _FEATURE
-  )
+  utils = private.resolve("torch._utils")
+  patch(utils, "set_tensor_metadata", set_tensor_metadata, _FEATURE)
 
 
 def watch_moves_of_storages(move) -> None:

@@ -226,5 +226,5 @@ def record_in_make_fx(*classes: type) -> None:
 
   Otherwise the class would handle them, and their results would be graph constants.
   """
-  owner = private.walk("torch.fx.experimental.proxy_tensor")
+  owner = private.resolve("torch.fx.experimental.proxy_tensor")
   patch(owner, "HANDLED_TYPES", (*_recorded_classes, *classes), _MAKE_FX)

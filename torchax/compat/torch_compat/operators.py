@@ -27,27 +27,26 @@ scaled_dot_product_attention = F.scaled_dot_product_attention
 one_hot = F.one_hot
 
 
-def attention_of_heads(*args, **kwargs):
+def undispatched_attention(*args, **kwargs):
   """Call `F.multi_head_attention_forward` without `__torch_function__` dispatch.
 
   Its handler calls this, and would otherwise recurse. The functions that it calls are
   dispatched as usual.
   """
   function = F.multi_head_attention_forward
-  names = {**function.__globals__, "has_torch_function": lambda tensors: False}
-  unasked = types.FunctionType(
-    function.__code__, names, function.__name__, function.__defaults__
+  scope = {**function.__globals__, "has_torch_function": lambda tensors: False}
+  undispatched = types.FunctionType(
+    function.__code__, scope, function.__name__, function.__defaults__
   )
-  unasked.__kwdefaults__ = function.__kwdefaults__
-  return unasked(*args, **kwargs)
+  undispatched.__kwdefaults__ = function.__kwdefaults__
+  return undispatched(*args, **kwargs)
 
 
 lstm, gru, rnn_tanh, rnn_relu = torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu
 
+_DECOMPOSITIONS = "torch's decompositions of operations without a lowering"
 _decompositions = private.find(
-  "torch._decomp.decomposition_table",
-  "operations without a lowering that torch makes of others",
-  instead={},
+  "torch._decomp.decomposition_table", _DECOMPOSITIONS, instead={}
 )
 
 
@@ -57,34 +56,33 @@ def decomposition_table() -> dict:
 
 
 _all_names = private.find(
-  "torch._C._dispatch_get_all_op_names", "the table of all changes in place"
+  "torch._C._dispatch_get_all_op_names", "the table of all in-place operations"
 )
 
 
 def aten_packets() -> list:
   """Return the overload packets of all ATen operations, sorted by name."""
   names = _all_names()
-  found = {name[6:].partition(".")[0] for name in names if name.startswith("aten::")}
+  packets = {name[6:].partition(".")[0] for name in names if name.startswith("aten::")}
   # Some are no attributes of `torch.ops.aten`.
   return [
-    getattr(torch.ops.aten, n) for n in sorted(found) if hasattr(torch.ops.aten, n)
+    getattr(torch.ops.aten, n) for n in sorted(packets) if hasattr(torch.ops.aten, n)
   ]
 
 
-_COMPOSITES = "operations without a lowering that torch makes of others"
 _composite_key = private.find(
-  "torch._C.DispatchKey.CompositeImplicitAutograd", _COMPOSITES
+  "torch._C.DispatchKey.CompositeImplicitAutograd", _DECOMPOSITIONS
 )
 _has_kernel = private.find(
-  "torch._C._dispatch_has_kernel", _COMPOSITES, instead=lambda name: True
+  "torch._C._dispatch_has_kernel", _DECOMPOSITIONS, instead=lambda name: True
 )
 _has_kernel_for_key = private.find(
-  "torch._C._dispatch_has_kernel_for_dispatch_key", _COMPOSITES
+  "torch._C._dispatch_has_kernel_for_dispatch_key", _DECOMPOSITIONS
 )
 # Attribute of every overload.
-_run_kernel = private.find("torch.ops.aten.add.Tensor._op_dk", _COMPOSITES)
+_run_kernel = private.find("torch.ops.aten.add.Tensor._op_dk", _DECOMPOSITIONS)
 _can_decompose = private.find(
-  "torch._ops.OpOverload._can_decompose", _COMPOSITES, instead=lambda func: False
+  "torch._ops.OpOverload._can_decompose", _DECOMPOSITIONS, instead=lambda func: False
 )
 
 
