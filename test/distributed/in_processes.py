@@ -167,7 +167,7 @@ def rows_that_devices_share_are_read_by_each_process():
 
 @case
 def a_batch_without_rows_is_refused():
-  with pytest.raises(ProcessError, match="equally many in all"):
+  with pytest.raises(ProcessError, match="the same number in all"):
     processes.global_batch([torch.ones(4), torch.ones(2)], over())
 
 

@@ -9,6 +9,7 @@ import torch
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from torchax.core import mappings
+from torchax.core.partitions import is_tensor
 from torchax.core.tracebacks import hide_library_frames
 from torchax.environment import default_env
 from torchax.errors import ProcessError
@@ -35,10 +36,10 @@ def rows_here(sharding: Sharding, batch_size: int) -> list[int]:
   >>> rows_here(NamedSharding(mesh, PartitionSpec("data")), 4)
   [0, 1, 2, 3]
   """
-  shard = sharding.shard_shape((batch_size,))[0]  # raises if it does not divide
+  size = sharding.shard_shape((batch_size,))[0]  # raises if it does not divide
   indices = sharding.addressable_devices_indices_map((batch_size,)).values()
   starts = {index[0].indices(batch_size)[0] for index in indices if index is not None}
-  return [row for start in sorted(starts) for row in range(start, start + shard)]
+  return [row for start in sorted(starts) for row in range(start, start + size)]
 
 
 @hide_library_frames
@@ -61,23 +62,19 @@ def global_batch(local: Any, sharding: Sharding) -> Any:
   >>> global_batch(torch.ones(2, 3), NamedSharding(mesh, PartitionSpec("data"))).shape
   torch.Size([2, 3])
   """
-  leaves, treedef = jax.tree.flatten(local, is_leaf=_is_tensor)
-  values = [_on_host(leaf) for leaf in leaves]
+  leaves, treedef = jax.tree.flatten(local, is_leaf=is_tensor)
+  values = [_to_numpy(leaf) for leaf in leaves]
   if len({value.shape[:1] for value in values}) > 1 or not all(v.ndim for v in values):
     raise ProcessError(
       "global_batch expects tensors with the rows of this process as their first "
-      f"dimension, equally many in all, but got {[list(v.shape) for v in values]}."
+      f"dimension, the same number in all, but got {[list(v.shape) for v in values]}."
     )
   env = default_env()
   arrays = [jax.make_array_from_process_local_data(sharding, v) for v in values]
   return jax.tree.unflatten(treedef, [new_tensor(array, env) for array in arrays])
 
 
-def _is_tensor(leaf) -> bool:
-  return isinstance(leaf, torch.Tensor)
-
-
-def _on_host(leaf) -> np.ndarray:
+def _to_numpy(leaf) -> np.ndarray:
   if isinstance(leaf, Tensor):
     return leaf.numpy()
   return mappings.values_for_jax(torch.as_tensor(leaf, device="cpu"))
@@ -99,11 +96,11 @@ def gather(tree: Any) -> Any:
   Raises:
     ProcessError: the sharding of a global array is not a `NamedSharding`.
   """
-  leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_tensor)
-  return jax.tree.unflatten(treedef, [_gathered(leaf) for leaf in leaves])
+  leaves, treedef = jax.tree.flatten(tree, is_leaf=is_tensor)
+  return jax.tree.unflatten(treedef, [_replicated(leaf) for leaf in leaves])
 
 
-def _gathered(leaf):
+def _replicated(leaf):
   array = leaf.jax() if isinstance(leaf, Tensor) else leaf
   if not isinstance(array, jax.Array) or array.is_fully_addressable:
     return leaf
@@ -115,10 +112,10 @@ def _gathered(leaf):
       "gather expects arrays over a mesh (NamedSharding), but got one with "
       f"{sharding}. Move it with `tensor.shard_(NamedSharding(mesh, spec))`."
     )
-  whole = _replicate(NamedSharding(sharding.mesh, PartitionSpec()))(array)
-  return new_tensor(whole, default_env()) if isinstance(leaf, Tensor) else whole
+  result = _replicate_to(NamedSharding(sharding.mesh, PartitionSpec()))(array)
+  return new_tensor(result, default_env()) if isinstance(leaf, Tensor) else result
 
 
 @functools.lru_cache(maxsize=16)
-def _replicate(sharding: NamedSharding):
+def _replicate_to(sharding: NamedSharding):
   return jax.jit(lambda array: array, out_shardings=sharding)
