@@ -97,7 +97,7 @@ def explain(function: Callable, *args: Any, **kwargs: Any) -> Explanation:
   if isinstance(function, types.MethodType) and isinstance(function.__func__, Jitted):
     args = (function.__self__, *args)
     function = function.__func__
-  return _explained(_jitted_of(function), args, kwargs)
+  return _explanation_of(_jitted_of(function), args, kwargs)
 
 
 def _jitted_of(function) -> Jitted:
@@ -108,18 +108,18 @@ def _jitted_of(function) -> Jitted:
   is_from_dynamo = hasattr(function, "_torchdynamo_orig_callable")
   if is_from_dynamo or isinstance(function, ModuleWrapper):
     raise TypeError(
-      "explain looks at what `jax_jit` and `torchax.compile` trace, but got a function "
+      "explain expects a result of `jax_jit` or `torchax.compile`, but got a function "
       "of torch.compile or torch.export. Ask torch with `torch._dynamo.explain(f)(…)` "
       "and TORCH_LOGS=guards,recompiles, or pass the function that was compiled."
     )
   if not callable(function):
     raise TypeError(
-      f"explain takes a function or a module, but got {type(function).__name__}."
+      f"explain expects a function or a module, but got {type(function).__name__}."
     )
   return Jitted(function, {})
 
 
-def _explained(jitted: Jitted, args: tuple, kwargs: dict[str, Any]) -> Explanation:
+def _explanation_of(jitted: Jitted, args: tuple, kwargs: dict[str, Any]) -> Explanation:
   traced = jitted.traced
   (key, arguments), effects, advance = jitted.describe_call(args, kwargs)
   captured = program_keys.captured_names(traced)
@@ -129,14 +129,14 @@ def _explained(jitted: Jitted, args: tuple, kwargs: dict[str, Any]) -> Explanati
     for name, tensor in zip(captured, traced.captures.tensors)
   }
   operands |= {str(number): number.describe() for number in traced.numbers.expressions}
-  for number, draws in enumerate(traced.pure.draws_of_generators()):
-    operands[f"generator {number}"] = f"{draws} draws"
+  for index, draws in enumerate(traced.pure.draws_of_generators()):
+    operands[f"generator {index}"] = f"{draws} draws"
   if advance is not None and advance.draws:
     operands["random stream"] = "key and count"
   return Explanation(
     function=traced.__name__,
     operands=operands,
-    guards={name: v for name, v in key.items() if name not in operands},
+    guards={name: text for name, text in key.items() if name not in operands},
     constants=dict(_constants(traced.function)),
     effects=_effects(effects, arguments, traced, captured),
     draws=0 if advance is None else advance.total,
@@ -149,11 +149,11 @@ def _effects(effects, arguments: list[str], traced, captured: list[str]) -> dict
   if effects is None:
     return {}
   names = {id(t._storage): name for t, name in zip(traced.captures.tensors, captured)}
-  found = {change.name(arguments, names): change.kind for change in effects.changes}
+  kinds = {change.name(arguments, names): change.kind for change in effects.changes}
   paths = {id(values.module): path for path, values in traced.guards.modules}
   for target in effects.targets:
-    found[target.describe(paths)] = "assigned"
-  return found
+    kinds[target.describe(paths)] = "assigned"
+  return kinds
 
 
 def _constants(function: Callable) -> Iterator[tuple[str, str]]:
@@ -170,6 +170,6 @@ def _constants(function: Callable) -> Iterator[tuple[str, str]]:
     with contextlib.suppress(ValueError):  # an unbound cell
       values[name] = cell.cell_contents
   for name, value in values.items():
-    is_named = isinstance(value, type) or callable(value) or value is None
-    if not is_named and key_of(value) is not None:
+    is_excluded = isinstance(value, type) or callable(value) or value is None
+    if not is_excluded and key_of(value) is not None:
       yield name, describe_value(value)

@@ -69,7 +69,7 @@ def jax_vmap(
     raise ValueError(
       f'randomness is "error", "different" or "same", but got {randomness!r}.'
     )
-  name = axis_name or _ROWS
+  name = axis_name or _AXIS_NAME
   transform = functools.partial(
     jax.vmap,
     out_axes=out_axes,
@@ -98,7 +98,7 @@ def jax_vmap(
   return mapped
 
 
-_ROWS = "torchax_rows"
+_AXIS_NAME = "torchax_rows"
 
 
 def _lower_vmap(
@@ -130,16 +130,16 @@ def _streams_of_row(
   """Advance the streams to this row's iteration of a Python loop over the rows."""
   if rows.known.is_nothing:
     return rng
-  turn = jax.lax.axis_index(name).astype(jnp.uint32)
+  iteration = jax.lax.axis_index(name).astype(jnp.uint32)
   return stream_operands.advance_counts(
-    rng, [turn * n if n else 0 for n in rows.known.draws]
+    rng, [iteration * n if n else 0 for n in rows.known.draws]
   )
 
 
 def _check_policy(advance: Advance, randomness: str) -> None:
   if randomness == ERROR and any(advance.draws):
     raise RngError(
-      "A function under jax_vmap draws random numbers. Say what the rows draw: "
+      "A function under jax_vmap draws random numbers. Choose what the rows draw: "
       'jax_vmap(f, randomness="different") gives each row its own numbers, '
       'randomness="same" gives all of them the same.'
     )
@@ -235,7 +235,7 @@ def _lower_shards(
   shards: Transformed, options, in_specs, out_specs, axes, call, rng, captured, args
 ):
   advances: list[Advance] = []
-  whole = PartitionSpec()
+  replicated = PartitionSpec()
 
   def shard(rng, captured, args):
     # Only the keys differ by shard; counts and static parts are equal.
@@ -245,13 +245,13 @@ def _lower_shards(
     advances.append(result.advance)
     return result.out
 
-  one_for_all = in_specs is None or isinstance(in_specs, PartitionSpec)
-  specs = in_specs if one_for_all else tuple(in_specs)
+  is_one_spec = in_specs is None or isinstance(in_specs, PartitionSpec)
+  specs = in_specs if is_one_spec else tuple(in_specs)
   transformed = jax.shard_map(
-    shard, in_specs=(whole, whole, specs), out_specs=out_specs, **options
+    shard, in_specs=(replicated, replicated, specs), out_specs=out_specs, **options
   )
   operands = explicit_axes.reshard_to_specs(
-    (rng, captured, args), (whole, whole, specs), options.get("mesh")
+    (rng, captured, args), (replicated, replicated, specs), options.get("mesh")
   )
   out = transformed(*operands)
   advance = advances[-1]
@@ -261,10 +261,10 @@ def _lower_shards(
 
 
 def _shard_index(axes: tuple[str, ...]):
-  number: Any = 0
+  index: Any = 0
   for axis in axes:
-    number = number * jax.lax.axis_size(axis) + jax.lax.axis_index(axis)
-  return jnp.asarray(number).astype(jnp.uint32)
+    index = index * jax.lax.axis_size(axis) + jax.lax.axis_index(axis)
+  return jnp.asarray(index).astype(jnp.uint32)
 
 
 def _different_axes(randomness, options) -> tuple[str, ...]:
