@@ -100,13 +100,13 @@ class Program:
     self._constants: dict[str, jax.Array] | None = None
     self._jitted = self._jit()
 
-  def _converted_constants(self) -> dict[str, jax.Array]:
+  def _convert_constants(self) -> dict[str, jax.Array]:
     nodes = self.module.graph.nodes
-    found = {node.target: attribute(node) for node in nodes if node.op == "get_attr"}
+    constants = {n.target: attribute(n) for n in nodes if n.op == "get_attr"}
     with self.options.applied():
       return {
         name: mappings.t2j(value)
-        for name, value in found.items()
+        for name, value in constants.items()
         if isinstance(value, torch.Tensor)
       }
 
@@ -123,15 +123,15 @@ class Program:
   # While tracing --------------------------------------------------------------------
 
   def _run(self, numbers, form, constants, arrays):
-    used, sizes = iter(arrays), iter(numbers)
+    used, remaining = iter(arrays), iter(numbers)
     values: dict[fx.Node, Any] = dict.fromkeys(self._numbers)
     for node, is_used in zip(self._inputs, self._is_used):
       if isinstance(meta(node), torch.Tensor):
         values[node] = next(used) if is_used else None
       else:
-        values[node] = next(sizes)
-    words = None if self._rng is None else values[self._inputs[self._rng]]
-    stream = None if words is None else PackedStream(words, form)
+        values[node] = next(remaining)
+    packed = None if self._rng is None else values[self._inputs[self._rng]]
+    stream = None if packed is None else PackedStream(packed, form)
     interpreter = _Interpreter(self.module, constants, stream)
     with torch.no_grad(), torch_compat.without_autocast():
       interpreter.run(initial_env=values, enable_io_processing=False)
@@ -140,23 +140,23 @@ class Program:
     computed = self._outputs.in_memory_order(
       [values[node] for node in self._outputs.arrays]
     )
-    outputs = [_copy_returned(array, seen) for array in computed]
+    outputs = [_copy_aliased(array, seen) for array in computed]
     numbers = self._outputs.numbers
     others = tuple(values[n] if isinstance(n, fx.Node) else n for n in numbers)
     conditions = [condition for condition, _ in interpreter.asserted]
-    drawn = () if stream is None else tuple(stream.log)
+    log = () if stream is None else tuple(stream.log)
     messages = tuple(message for _, message in interpreter.asserted)
-    return (outputs, conditions), _Static(others, drawn, messages)
+    return (outputs, conditions), _Static(others, log, messages)
 
   # On a call ------------------------------------------------------------------------
 
   def __call__(self, args: list) -> list:
     if self.options.change_settings:
       with self.options.applied():
-        return self._called(args)
-    return self._called(args)
+        return self._call(args)
+    return self._call(args)
 
-  def _called(self, args: list) -> list:
+  def _call(self, args: list) -> list:
     arrays, numbers = [], []
     for position, value in enumerate(args):
       if isinstance(value, torch.Tensor):
@@ -168,7 +168,7 @@ class Program:
     args.clear()
     if self._constants is None:
       # Converted on the first call: tensors are fake while torch compiles.
-      self._constants = self._converted_constants()
+      self._constants = self._convert_constants()
     computed = self._jitted(tuple(numbers), self.keys.form, self._constants, arrays)
     (outputs, conditions), static = jax.block_until_ready(computed)
     for condition, message in zip(conditions, static.messages):
@@ -208,12 +208,12 @@ class _Interpreter(JaxInterpreter):
       return None
     if target is draws.keyed:
       return self._draw(*args, **kwargs)
-    product = _contract(self.node, self.env)
+    product = _transposed_product(self.node, self.env)
     return super().call_function(target, args, kwargs) if product is None else product
 
   def _draw(self, words, position: tuple, operation, *args, **kwargs):
-    at_place = self._stream.at(DrawPosition(*position), line_of(self.node))
-    with rng_scope(self._stream), at_place:
+    at_position = self._stream.at(DrawPosition(*position), line_of(self.node))
+    with rng_scope(self._stream), at_position:
       return super().call_function(operation, args, kwargs)
 
   def output(self, target, args: tuple, kwargs: dict) -> None:
@@ -223,7 +223,7 @@ class _Interpreter(JaxInterpreter):
 _ASSERTIONS = frozenset({aten._assert_async.default, aten._assert_async.msg})
 
 
-def _copy_returned(array: jax.Array, seen: set[int]) -> jax.Array:
+def _copy_aliased(array: jax.Array, seen: set[int]) -> jax.Array:
   """Copy an array that is an input or a repeated output; JAX would return an alias."""
   if id(array) in seen:
     return jax.numpy.copy(array)
@@ -247,7 +247,7 @@ def _require_runnable(steps: Sequence[fx.Node]) -> None:
     if has_free_unbacked_symbols(node.meta.get("val")):
       higher_order.require_equal_branches(node)
       raise DataDependentError(
-        f"{node.target} gives a number or a shape that depends on the values of a "
+        f"{node.target} returns a number or a shape that depends on the values of a "
         "tensor, so it cannot be part of a compiled JAX program. Leave "
         "torch._dynamo.config.capture_scalar_outputs and "
         "capture_dynamic_output_shape_ops off, so that the graph breaks there."
@@ -255,7 +255,7 @@ def _require_runnable(steps: Sequence[fx.Node]) -> None:
       )
     target = node.args[2] if node.target is draws.keyed else node.target
     try:
-      _require_known(node, target)
+      _require_lowering(node, target)
     except OperatorNotFound as error:
       raise OperatorNotFound(
         f"{error.text}{where(node)} Or keep that code out of the graph with "
@@ -263,7 +263,7 @@ def _require_runnable(steps: Sequence[fx.Node]) -> None:
       ) from None
 
 
-def _require_known(node: fx.Node, target) -> None:
+def _require_lowering(node: fx.Node, target) -> None:
   dispatcher = default_env()._dispatcher
   if isinstance(target, torch_compat.HigherOrderOperator):
     if node.args and isinstance(node.args[0], torch_compat.OpOverload):
@@ -279,22 +279,22 @@ def _require_known(node: fx.Node, target) -> None:
 # would copy the transposed matrix first. Contracting the other dimension needs no copy.
 
 
-def _contract(node: fx.Node, values: dict):
+def _transposed_product(node: fx.Node, values: dict):
   """Return the product if a factor of `node` is a transpose, else None."""
   if node.kwargs or node.target not in _PRODUCTS:
     return None
   *bias, left, right = node.args
   if len(bias) != _PRODUCTS[node.target]:
     return None
-  left, is_left = _untransposed(left)
-  right, is_right = _untransposed(right)
-  if not (is_left or is_right):
+  left, left_transposed = _without_transpose(left)
+  right, right_transposed = _without_transpose(right)
+  if not (left_transposed or right_transposed):
     return None
   left, right = values[left], values[right]
   if left.dtype != right.dtype or not jnp.issubdtype(left.dtype, jnp.inexact):
     return None
-  dimensions = (((0 if is_left else 1,), (1 if is_right else 0,)), ((), ()))
-  product = lax.dot_general(left, right, dimensions)
+  contracted = (int(not left_transposed),), (int(right_transposed),)
+  product = lax.dot_general(left, right, (contracted, ((), ())))
   return values[bias[0]] + product if bias else product
 
 
@@ -302,7 +302,7 @@ def _contract(node: fx.Node, values: dict):
 _PRODUCTS = {aten.mm.default: 0, aten.addmm.default: 1}
 
 
-def _untransposed(node: fx.Node) -> tuple[fx.Node, bool]:
+def _without_transpose(node: fx.Node) -> tuple[fx.Node, bool]:
   """Return (matrix, True) for the transpose of a matrix, else (node, False)."""
   if node.op == "call_function" and node.target is aten.t.default:
     return node.args[0], True
