@@ -101,7 +101,7 @@ def _run_layer(input, state, mask, weights, cell, reverse):
   return outputs, last
 
 
-_PARTS = eager.on_tensors(_run_layer)
+_PARTS = eager.tensor_parts(_run_layer)
 
 
 def _layers(function: Callable, cell: str) -> Callable:

@@ -12,7 +12,7 @@ from torchax.registry.names import F
 from torchax.registry.operators import Kind
 
 
-def on_tensors(layer: Callable) -> rnn.Parts:
+def tensor_parts(layer: Callable) -> rnn.Parts:
   """Return the functions on tensors that `rnn.network` is built from.
 
   Args:
@@ -27,22 +27,21 @@ def on_tensors(layer: Callable) -> rnn.Parts:
 
 
 def _run_packed(parts, cell, data, batch_sizes, *options):
-  padded, mask, rows, columns = _unpack(data, batch_sizes)
-  output, *finals = rnn.network(parts, cell, padded, *options, mask=mask)
-  return (output[rows, columns], *finals)
+  padded, mask, times, rows = _pad(data, batch_sizes)
+  output, *final_states = rnn.network(parts, cell, padded, *options, mask=mask)
+  return (output[times, rows], *final_states)
 
 
-def _unpack(data, batch_sizes):
+def _pad(data, batch_sizes):
   """Pad a packed sequence; return (time, batch, …), mask, time and batch indices."""
   sizes = batch_sizes.tolist()
-  rows = [time for time, size in enumerate(sizes) for _ in range(size)]
-  columns = [column for size in sizes for column in range(size)]
-  rows, columns = torch.tensor(rows), torch.tensor(columns)
+  times = torch.tensor([time for time, size in enumerate(sizes) for _ in range(size)])
+  rows = torch.tensor([row for size in sizes for row in range(size)])
   padded = data.new_zeros((len(sizes), sizes[0], *data.shape[1:]))
-  padded = torch.index_put(padded, (rows, columns), data)
+  padded = torch.index_put(padded, (times, rows), data)
   mask = torch.zeros(len(sizes), sizes[0], 1, dtype=torch.bool)
-  mask[rows, columns] = True
-  return padded, mask.to(data.device), rows, columns
+  mask[times, rows] = True
+  return padded, mask.to(data.device), times, rows
 
 
 def is_padded(args) -> bool:
@@ -51,7 +50,7 @@ def is_padded(args) -> bool:
 
 
 def _recurrent(cell, args, env):
-  parts = on_tensors(functools.partial(env.functions.call, rnn.layer))
+  parts = tensor_parts(functools.partial(env.functions.call, rnn.layer))
   run = rnn.network if is_padded(args) else _run_packed
   return run(parts, cell, *args)
 
