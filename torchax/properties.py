@@ -89,13 +89,13 @@ class _PropertyHolder:
   """
 
   def __init__(self, content_factory):
-    self._first = content_factory()
+    self._initial = content_factory()
 
   @property
   def content(self) -> list[RuntimeProperty]:
     """Stack of properties, innermost last."""
-    overridden = [found for holder, found in _overridden.get() if holder is self]
-    return [*self._first, *overridden]
+    overridden = [entry for holder, entry in _overridden.get() if holder is self]
+    return [*self._initial, *overridden]
 
   @contextlib.contextmanager
   def overridden(self, properties: RuntimeProperty) -> Iterator[None]:

@@ -20,9 +20,9 @@ def partition(
   >>> partition([1, "a", 2], lambda value: isinstance(value, int))
   ([1, None, 2], [None, 'a', None])
   """
-  truths = [bool(func(value)) for value in original]
-  first = [value if true else None for value, true in zip(original, truths)]
-  second = [None if true else value for value, true in zip(original, truths)]
+  is_first = [bool(func(value)) for value in original]
+  first = [x if selected else None for x, selected in zip(original, is_first)]
+  second = [None if selected else x for x, selected in zip(original, is_first)]
   return first, second
 
 

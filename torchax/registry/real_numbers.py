@@ -41,14 +41,14 @@ upsample_trilinear3d xlogy
 REAL = frozenset(f"aten.{name}" for name in _NAMES.split())
 """Packets whose CPU kernel in torch raises for complex numbers."""
 
-_ROUNDS = ("aten.div.Tensor_mode", "aten.div.Scalar_mode")
+_ROUNDING_DIVISIONS = ("aten.div.Tensor_mode", "aten.div.Scalar_mode")
 # Python replaces a TypeError of an operator, such as WrongDtypeError, by its own.
-_OPERATORS = ("aten.remainder", "aten.fmod", "aten.div", "aten.floor_divide")
+_PYTHON_OPERATORS = ("aten.remainder", "aten.fmod", "aten.div", "aten.floor_divide")
 
 
 def may_refuse_complex(name: str) -> bool:
   """Return True if the overload of this name may raise for complex numbers."""
-  return name.rpartition(".")[0] in REAL or name in _ROUNDS
+  return name.rpartition(".")[0] in REAL or name in _ROUNDING_DIVISIONS
 
 
 def require(name: str, args, kwargs) -> None:
@@ -62,7 +62,7 @@ def require(name: str, args, kwargs) -> None:
     WrongDtypeError: an argument is complex.
     NotImplementedError: the same, for a Python operator such as `%`.
   """
-  if name in _ROUNDS and kwargs.get("rounding_mode") is None:
+  if name in _ROUNDING_DIVISIONS and kwargs.get("rounding_mode") is None:
     return
   for value in jax.tree.leaves((list(args), dict(kwargs))):
     dtype = getattr(value, "dtype", type(value))
@@ -72,9 +72,9 @@ def require(name: str, args, kwargs) -> None:
       is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
     if is_complex:
       packet = name.rpartition(".")[0]
-      error = NotImplementedError if packet in _OPERATORS else WrongDtypeError
-      kind = str(dtype) if hasattr(value, "dtype") else "complex"
+      error = NotImplementedError if packet in _PYTHON_OPERATORS else WrongDtypeError
+      given = str(dtype) if hasattr(value, "dtype") else "complex"
       raise error(
         f"{packet} is not defined for complex numbers, but got "
-        f"{kind.removeprefix('torch.')}. Take `.real`, `.imag` or `.abs()` of it first."
+        f"{given.removeprefix('torch.')}. Take `.real`, `.imag` or `.abs()` first."
       )
