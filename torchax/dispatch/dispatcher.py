@@ -116,7 +116,7 @@ class Dispatcher:
     return row.make(func, lambda: self._default_plan(func), self._env), row
 
   def _derived(self, func):
-    """Plan an in-place or `out=` form that lacks a lowering, by the functional form."""
+    """Derive the plan of an in-place or `out=` form from its functional form's."""
     if not isinstance(func, torch_compat.OpOverload):
       return None
     operator, schema = self.operator(func), schema_of(func)
@@ -238,10 +238,9 @@ class Dispatcher:
     return Operator(func, lambda *args, **kwargs: plan(args, kwargs), kind=Kind.TENSORS)
 
   def shapes(self, func, args, kwargs):
-    """Return the results of a lowering as `jax.ShapeDtypeStruct`s, or None.
+    """Return the results of a lowering as `jax.ShapeDtypeStruct`s.
 
-    Return None without a lowering on arrays, and for results whose shapes depend on
-    values.
+    Return None if no lowering on arrays exists, or if the shapes depend on values.
 
     Args:
       func: overload.

@@ -13,7 +13,7 @@ _NAME = "generator"
 
 
 class NamedGeneratorPlan:
-  """Plan that calls `plan` with positional argument `index` as a keyword."""
+  """Plan that calls `plan` with argument `index` as the keyword `generator`."""
 
   def __init__(self, plan: Callable, index: int):
     self.plan = plan
