@@ -1,4 +1,4 @@
-"""Dry run that counts the draws of a call, for `torchax.rng.explain`."""
+"""Dry run of a call that records its draws, for `torchax.rng.explain`."""
 
 import functools
 from collections.abc import Callable
