@@ -64,7 +64,7 @@ def aten_packets() -> list:
   """Return the overload packets of all ATen operations, sorted by name."""
   names = _all_names()
   packets = {name[6:].partition(".")[0] for name in names if name.startswith("aten::")}
-  # Some are no attributes of `torch.ops.aten`.
+  # Some are not attributes of `torch.ops.aten`.
   return [
     getattr(torch.ops.aten, n) for n in sorted(packets) if hasattr(torch.ops.aten, n)
   ]
