@@ -169,19 +169,19 @@ def _to_wider(array, dtype):
 
 
 def to_copy(self, *, dtype=None):
-  """Copy an array, maybe with a conversion of `_to_wider`."""
+  """Copy an array, or convert it by `_to_wider`."""
   converted = self if dtype is None else _to_wider(self, mappings.t2j_dtype(dtype))
   return None if converted is None else np.array(converted)
 
 
 def copy(self, src):
-  """Broadcast `src` to the shape of `self`."""
+  """Convert `src` to the dtype of `self` and broadcast it to its shape."""
   converted = _to_wider(src, self.dtype)
   return None if converted is None else np.array(np.broadcast_to(converted, self.shape))
 
 
 def full(size, value, dtype):
-  """Return a small array of a numpy dtype, filled with a representable number."""
+  """Return a small array of a numpy dtype, filled with a number that it represents."""
   dtype = np.dtype(dtype)
   is_valid = math.prod(size) <= _MAX_SIZE and min(size, default=0) >= 0
   return np.full(size, value, dtype) if is_valid and dtype.kind in _STANDARD else None
