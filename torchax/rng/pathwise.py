@@ -28,7 +28,7 @@ def _resolution(dtype) -> tuple[float, int]:
 
 
 def _log_upper_limit(exponent, bound, scale):
-  """Bisect for log of an s with negligible s exp(exponent(s)), as it is at `bound`."""
+  """Return log of an s where s exp(exponent(s)) is negligible; bisect from `bound`."""
   depth = _resolution(bound.dtype)[0]
 
   def halve(_, interval):
@@ -93,7 +93,7 @@ def _gamma_upper_tail(alpha, x, excess):
 
 
 def gamma_gradient(alpha, x) -> jax.Array:
-  """Compute dx/dα of a Gamma(α) sample x; the arrays broadcast, in x's dtype."""
+  """Compute dx/dα of a Gamma(α) sample x, in x's dtype; the arrays broadcast."""
   dtype = x.dtype
   wide = jnp.promote_types(dtype, jnp.float32)
   alpha, x = jnp.broadcast_arrays(alpha.astype(wide), x.astype(wide))
@@ -125,6 +125,7 @@ def _beta_exponent(a, b, odds):
 
 
 def _beta_tail(weight, a, b, odds):
+  """Integrate weight(s) times exp of `_beta_exponent`."""
   depth = _resolution(a.dtype)[0]
   bound = (depth + jnp.maximum(b - 1, 0) * jnp.log1p(odds)) / a
   return _integrate(weight, _beta_exponent(a, b, odds), bound, scale=1 / odds)

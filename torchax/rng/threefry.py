@@ -86,8 +86,8 @@ def two_words(
 ) -> tuple[jax.Array, jax.Array]:
   """Return two independent random words per element, uint32.
 
-  The first is the word of `jax.random.bits`. In threefry2x32 it is the xor of two
-  computed words, so the second word costs almost nothing.
+  The first is the word of `jax.random.bits`. In threefry2x32 it is the xor of two words
+  that the cipher returns, so the second word costs almost nothing.
   """
   if isinstance(key, Words):
     number = math.prod(shape)
@@ -127,7 +127,7 @@ def words_at(key_data, indices) -> tuple[jax.Array, jax.Array]:
 
 
 def is_addressable(key: jax.Array, shape: tuple[int, ...]) -> bool:
-  """Return True if any element of a draw can be computed from its position.
+  """Return True if each element of a draw can be computed from its index.
 
   With threefry2x32 element i depends only on the key and i. So a part of a mask can be
   drawn alone (`uniform.bernoulli_at`). `shape` is the shape of the whole draw.
