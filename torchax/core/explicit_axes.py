@@ -113,7 +113,7 @@ def accept_any_sharding(pullback: Callable, results: list) -> Callable:
 
 @functools.lru_cache(maxsize=256)
 def _resharding_pullback(shardings: tuple) -> Callable:
-  """Return one function per tuple of shardings: it is a part of JAX's cache key."""
+  """Return the same function for equal shardings: JAX's cache key includes it."""
 
   def resharding(pullback, cotangents):
     return pullback([_reshard(*pair) for pair in zip(cotangents, shardings)])
@@ -125,9 +125,6 @@ def _reshard(array, sharding):
   if sharding is None or jax.typeof(array).sharding == sharding:
     return array
   return jax.sharding.reshard(array, sharding)
-
-
-# Concrete arrays: run on a mesh of automatic axes -------------------------------------
 
 
 def reshard_to_specs(tree: Any, specs: Any, mesh: Mesh | AbstractMesh | None) -> Any:
@@ -155,6 +152,9 @@ def reshard_to_specs(tree: Any, specs: Any, mesh: Mesh | AbstractMesh | None) ->
 
   is_spec = lambda spec: spec is None or isinstance(spec, PartitionSpec)  # noqa: E731
   return jax.tree.map(reshard, specs, tree, is_leaf=is_spec)
+
+
+# Concrete arrays: run on a mesh of automatic axes -------------------------------------
 
 
 @functools.lru_cache(maxsize=256)
