@@ -209,7 +209,6 @@ def new_constant(value):
 
 def constant_like(value):
   """Return a factory `(self) -> array` filled with `value`."""
-
   new = new_constant(value)
   return lambda self, *, dtype=None: new(self, self.shape, dtype=dtype)
 

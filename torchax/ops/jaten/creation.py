@@ -221,20 +221,20 @@ def _arange_parameters(start, end, step, dtype) -> tuple:
     raise ValueError(f"arange of integers expects a nonzero step, but got step={step}.")
   if dtype is torch.int64 and is_finite:
     start, end, step = int(start), int(end), int(step)
-  target = mappings.t2j_dtype(dtype)
+  jax_dtype = mappings.t2j_dtype(dtype)
   length = _arange_length(start, end, step)
-  if jnp.issubdtype(target, jnp.integer):
+  if jnp.issubdtype(jax_dtype, jnp.integer):
     for value in (start, start + (length - 1) * step) if length else ():
-      narrowing.check_integer(int(value), target)
+      narrowing.check_integer(int(value), jax_dtype)
     start, step = int(start), int(step)
-  return start, step, length, target
+  return start, step, length, jax_dtype
 
 
-def _float_range(start, step, length, target):
+def _float_range(start, step, length, jax_dtype):
   """Return `start + step * i`, computed in float32 or wider."""
-  wide = jnp.promote_types(target, jnp.float32)
+  wide = jnp.promote_types(jax_dtype, jnp.float32)
   steps = lax.iota(wide, length)
-  return cast(_scalar(start, wide) + _scalar(step, wide) * steps, target)
+  return cast(_scalar(start, wide) + _scalar(step, wide) * steps, jax_dtype)
 
 
 _BOUNDS = ("start", "end", "step")
@@ -243,10 +243,10 @@ _BOUNDS = ("start", "end", "step")
 @op(aten.range.default, aten.range.step, static=_BOUNDS)
 def _aten_range(start, end, step=1, *, dtype=None):
   """Count from start to end, inclusive if a step reaches it."""
-  target = _dtype_or(dtype, default_float())
+  jax_dtype = _dtype_or(dtype, default_float())
   length = _arange_length(start, end, step) if end != start else 0
   length += (end - start) % step == 0
-  return _float_range(start, step, length, target)
+  return _float_range(start, step, length, jax_dtype)
 
 
 def _prepare_arange(given: dict) -> None:
@@ -254,23 +254,23 @@ def _prepare_arange(given: dict) -> None:
   bounds = [given.get(name, default) for name, default in zip(_BOUNDS, (0, None, 1))]
   if not all(type(value) in (bool, int, float, complex) for value in bounds):
     return
-  *numbers, length, target = _arange_parameters(*bounds, given.get("dtype"))
+  *numbers, length, jax_dtype = _arange_parameters(*bounds, given.get("dtype"))
   numbers = [
     StaticValue(n) if type(n) is int and not -(2**31) <= n < 2**31 else n
     for n in numbers
   ]
   given.update(dict.fromkeys({"start", "step", "dtype"} & given.keys()))
-  given["end"] = (*numbers, StaticValue(length), StaticValue(target))
+  given["end"] = (*numbers, StaticValue(length), StaticValue(jax_dtype))
 
 
 def _arange_on_host(start=0, end=None, step=1, *, dtype=None):
   """Compute integer ranges in numpy; return None for other dtypes."""
-  start, step, length, target = _arange_parameters(start, end, step, dtype)
-  is_supported = _on_host.full((length,), 0, target) is not None
-  if not (is_supported and jnp.issubdtype(target, jnp.integer)):
+  start, step, length, jax_dtype = _arange_parameters(start, end, step, dtype)
+  is_supported = _on_host.full((length,), 0, jax_dtype) is not None
+  if not (is_supported and jnp.issubdtype(jax_dtype, jnp.integer)):
     return None
-  first, stride = (np.asarray(value).astype(target) for value in (start, step))
-  return first + stride * np.arange(length, dtype=target)
+  first, stride = (np.asarray(value).astype(jax_dtype) for value in (start, step))
+  return first + stride * np.arange(length, dtype=jax_dtype)
 
 
 @op(
@@ -283,16 +283,16 @@ def _arange_on_host(start=0, end=None, step=1, *, dtype=None):
 )
 def _aten_arange(start=0, end=None, step=1, *, dtype=None):
   """Count from start to end; a single positional argument is the end."""
-  start, step, length, target = _arange_parameters(start, end, step, dtype)
-  if jnp.issubdtype(target, jnp.integer):
+  start, step, length, jax_dtype = _arange_parameters(start, end, step, dtype)
+  if jnp.issubdtype(jax_dtype, jnp.integer):
     first, stride = (
-      value.astype(target)
+      value.astype(jax_dtype)
       if isinstance(value, jax.Array)
-      else np.asarray(value).astype(target)
+      else np.asarray(value).astype(jax_dtype)
       for value in (start, step)
     )
-    return first + stride * lax.iota(target, length)
-  return _float_range(start, step, length, target)
+    return first + stride * lax.iota(jax_dtype, length)
+  return _float_range(start, step, length, jax_dtype)
 
 
 def _equally_spaced(name, start, end, steps, dtype):
@@ -306,9 +306,9 @@ def _equally_spaced(name, start, end, steps, dtype):
     return jnp.full((steps,), start)
   step = (end - start) / (steps - 1)
   index = jnp.arange(steps)
-  rising = start + step * index.astype(wide)
-  falling = end - step * (steps - 1 - index).astype(wide)
-  return jnp.where(index < steps // 2, rising, falling)
+  from_start = start + step * index.astype(wide)
+  from_end = end - step * (steps - 1 - index).astype(wide)
+  return jnp.where(index < steps // 2, from_start, from_end)
 
 
 def _require_scalars(name, start, end) -> None:
@@ -333,18 +333,18 @@ def _spaced_dtype(name, dtype, *ends):
 @op(aten.linspace)
 def _aten_linspace(start, end, steps, *, dtype=None):
   _require_scalars("linspace", start, end)
-  target = _spaced_dtype("linspace", dtype, start, end)
-  return cast(_equally_spaced("linspace", start, end, steps, target), target)
+  jax_dtype = _spaced_dtype("linspace", dtype, start, end)
+  return cast(_equally_spaced("linspace", start, end, steps, jax_dtype), jax_dtype)
 
 
 @op(aten.logspace)
 def _aten_logspace(start, end, steps, base=10.0, *, dtype=None):
   _require_scalars("logspace", start, end)
-  target = _spaced_dtype("logspace", dtype, start, end)
-  if jnp.issubdtype(target, jnp.integer):  # torch truncates them too
+  jax_dtype = _spaced_dtype("logspace", dtype, start, end)
+  if jnp.issubdtype(jax_dtype, jnp.integer):  # torch truncates them too
     start, end = jnp.trunc(start), jnp.trunc(end)
-  exponents = _equally_spaced("logspace", start, end, steps, target)
-  return cast(jnp.power(jnp.asarray(base, exponents.dtype), exponents), target)
+  exponents = _equally_spaced("logspace", start, end, steps, jax_dtype)
+  return cast(jnp.power(jnp.asarray(base, exponents.dtype), exponents), jax_dtype)
 
 
 def _check_scalar_tensor(s, *, dtype=None, **_):

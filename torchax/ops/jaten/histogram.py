@@ -64,10 +64,10 @@ def _aten_histc(self, bins=100, min=0, max=0):
   is_finite = jnp.isfinite(low) & jnp.isfinite(high)
   is_point = low == high
   low, high = jnp.where(is_point, low - 1, low), jnp.where(is_point, high + 1, high)
-  inside = (values >= low) & (values <= high)
+  is_inside = (values >= low) & (values <= high)
   bin_index = jnp.floor((values - low) / (high - low) * bins).astype(jnp.int32)
   # The last bin includes the upper bound; index `bins` drops values outside.
-  bin_index = jnp.where(inside, jnp.minimum(bin_index, bins - 1), bins)
+  bin_index = jnp.where(is_inside, jnp.minimum(bin_index, bins - 1), bins)
   counts = jnp.zeros(bins, wide).at[bin_index].add(1, mode="drop")
   return jnp.where(is_finite, counts, jnp.nan).astype(self.dtype)
 
@@ -101,8 +101,8 @@ def _linspace_edges(low, high, bins, dtype):
   """Return bins + 1 edges, computed from both ends as in `torch.linspace`."""
   index = jnp.arange(bins + 1)
   step = (high - low) / bins
-  rising, falling = low + index * step, high - (bins - index) * step
-  return jnp.where(index < (bins + 1) // 2, rising, falling).astype(dtype)
+  from_low, from_high = low + index * step, high - (bins - index) * step
+  return jnp.where(index < (bins + 1) // 2, from_low, from_high).astype(dtype)
 
 
 def _check_finite(name, dimension, low, high):
@@ -167,7 +167,7 @@ def _points(name, self, dimensions):
 
 def _count(points, edges, weight, density):
   """Compute the histogram of points (count, dimensions) in the bins between edges."""
-  sizes = [len(edge) - 1 for edge in edges]
+  sizes = [len(axis_edges) - 1 for axis_edges in edges]
   dtype = points.dtype
   counts = jnp.ones(len(points), dtype)
   if weight is not None:
@@ -178,17 +178,17 @@ def _count(points, edges, weight, density):
       )
     counts = weight.reshape(-1).astype(dtype)
   indices = []
-  for column, edge in zip(points.T, edges):
-    bins = jnp.searchsorted(edge, column, side="right") - 1
-    indices.append(jnp.clip(bins, 0, len(edge) - 2))
-    is_inside = (column >= edge[0]) & (column <= edge[-1])
+  for column, axis_edges in zip(points.T, edges):
+    bins = jnp.searchsorted(axis_edges, column, side="right") - 1
+    indices.append(jnp.clip(bins, 0, len(axis_edges) - 2))
+    is_inside = (column >= axis_edges[0]) & (column <= axis_edges[-1])
     counts = jnp.where(is_inside, counts, 0)
   histogram = jnp.zeros(sizes, dtype).at[tuple(indices)].add(counts)
   if not density:
     return histogram
   histogram = histogram / jnp.sum(histogram)
-  for axis, edge in enumerate(edges):
-    widths = jnp.diff(edge)
+  for axis, axis_edges in enumerate(edges):
+    widths = jnp.diff(axis_edges)
     shape = [1] * len(edges)
     shape[axis] = len(widths)
     histogram = histogram / widths.reshape(shape)
