@@ -275,12 +275,12 @@ _STEPS = {
 def describe(args, kwargs) -> str:
   """Describe arguments for an error: tensors by dtype, shape and device."""
 
-  def described(value) -> str:
+  def text_of(value) -> str:
     if isinstance(value, torch.Tensor):
       return f"{value.dtype}{list(value.shape)} on {value.device}"
     if isinstance(value, list | tuple):
-      return f"[{', '.join(map(described, value))}]"
+      return f"[{', '.join(map(text_of, value))}]"
     return repr(value)
 
-  named = [f"{name}={described(value)}" for name, value in (kwargs or {}).items()]
-  return ", ".join([*map(described, args), *named])
+  named = [f"{name}={text_of(value)}" for name, value in (kwargs or {}).items()]
+  return ", ".join([*map(text_of, args), *named])

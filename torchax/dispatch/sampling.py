@@ -67,11 +67,11 @@ class Sampling:
 
   def _distribution(self, args) -> str:
     """Return the distribution's name with its numeric parameters."""
-    numbers = [
+    parameters = [
       f"{name}={arg:g}"
       for name, arg in zip(self.names, args)
       if type(arg) in (int, float)
     ]
     name = self.operator.draw.distribution
     name = name or self.name.split(".")[1].removesuffix("_like")
-    return name if name.endswith(")") else f"{name}({', '.join(numbers)})"
+    return name if name.endswith(")") else f"{name}({', '.join(parameters)})"
