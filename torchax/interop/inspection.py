@@ -121,9 +121,9 @@ def _jitted_of(function) -> Jitted:
 
 def _explanation_of(jitted: Jitted, args: tuple, kwargs: dict[str, Any]) -> Explanation:
   traced = jitted.traced
-  (key, arguments), effects, advance = jitted.describe_call(args, kwargs)
+  (cache_key, arguments), effects, advance = jitted.describe_call(args, kwargs)
   captured = program_keys.captured_names(traced)
-  operands = {name: key[name] for name in arguments}
+  operands = {name: cache_key[name] for name in arguments}
   operands |= {
     name: f"{tensor.dtype}{list(tensor.shape)}".removeprefix("torch.")
     for name, tensor in zip(captured, traced.captures.tensors)
@@ -136,7 +136,7 @@ def _explanation_of(jitted: Jitted, args: tuple, kwargs: dict[str, Any]) -> Expl
   return Explanation(
     function=traced.__name__,
     operands=operands,
-    guards={name: text for name, text in key.items() if name not in operands},
+    guards={name: text for name, text in cache_key.items() if name not in operands},
     constants=dict(_constants(traced.function)),
     effects=_effects(effects, arguments, traced, captured),
     draws=0 if advance is None else advance.total,

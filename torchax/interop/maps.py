@@ -85,15 +85,15 @@ def jax_vmap(
       return torch_function(*args, **kwargs)
 
     on_row.__name__ = name_of(torch_function)
-    rows = Transformed(
+    function = Transformed(
       "jax_vmap",
       (on_row,),
       lambda *operands: _lower_vmap(
-        rows, transform, in_axes, name, randomness, *operands
+        function, transform, in_axes, name, randomness, *operands
       ),
       may_change=False,
     )
-    return rows((args, kwargs))
+    return function((args, kwargs))
 
   return mapped
 
@@ -102,37 +102,37 @@ _AXIS_NAME = "torchax_rows"
 
 
 def _lower_vmap(
-  rows: Transformed, transform, in_axes, name, randomness, call, rng, captured, args
+  function: Transformed, transform, in_axes, name, randomness, call, rng, captured, args
 ):
   advances: list[Advance] = []
 
   def row(args, kwargs):
     streams = rng
     if randomness == DIFFERENT:
-      rows.times = jax.lax.axis_size(name)
-      streams = _streams_of_row(rows, rng, name)
+      function.times = jax.lax.axis_size(name)
+      streams = _streams_of_row(function, rng, name)
     result = call(0, streams, captured, (args, kwargs))
     _check_policy(result.advance, randomness)
     if randomness == DIFFERENT:
-      rows.require_known(result.advance)
+      function.require_known(result.advance)
     advances.append(result.advance)
     return result.out
 
   if isinstance(in_axes, list):
     in_axes = tuple(in_axes)
   out = transform(row, in_axes=(in_axes, 0))(*args)
-  return out, [], advances[-1].repeated(rows.times or 0, "row")
+  return out, [], advances[-1].repeated(function.times or 0, "row")
 
 
 def _streams_of_row(
-  rows: Transformed, rng: stream_operands.Values, name
+  function: Transformed, rng: stream_operands.Values, name
 ) -> stream_operands.Values:
   """Advance the streams to this row's iteration of a Python loop over the rows."""
-  if rows.known.is_nothing:
+  if function.known.is_nothing:
     return rng
   iteration = jax.lax.axis_index(name).astype(jnp.uint32)
   return stream_operands.advance_counts(
-    rng, [iteration * n if n else 0 for n in rows.known.draws]
+    rng, [iteration * n if n else 0 for n in function.known.draws]
   )
 
 
@@ -218,22 +218,14 @@ def jax_shard_map(
   @hide_library_frames
   @functools.wraps(torch_function, updated=())
   def sharded(*args):
-    shards = Transformed(
-      "jax_shard_map",
-      (torch_function,),
-      lambda *operands: _lower_shards(
-        shards, options, in_specs, out_specs, axes, *operands
-      ),
-      may_change=False,
-    )
-    return shards(args)
+    lower = functools.partial(_lower_shards, options, in_specs, out_specs, axes)
+    function = Transformed("jax_shard_map", (torch_function,), lower, may_change=False)
+    return function(args)
 
   return sharded
 
 
-def _lower_shards(
-  shards: Transformed, options, in_specs, out_specs, axes, call, rng, captured, args
-):
+def _lower_shards(options, in_specs, out_specs, axes, call, rng, captured, args):
   advances: list[Advance] = []
   replicated = PartitionSpec()
 
