@@ -112,7 +112,7 @@ class Program:
 
   def _jit(self) -> Callable:
     def pure(numbers, form, constants, arrays):
-      return self._run(numbers, form, constants, arrays)
+      return self._trace(numbers, form, constants, arrays)
 
     pure.__name__ = self.name
     options = {}
@@ -122,7 +122,7 @@ class Program:
 
   # While tracing --------------------------------------------------------------------
 
-  def _run(self, numbers, form, constants, arrays):
+  def _trace(self, numbers, form, constants, arrays):
     used, remaining = iter(arrays), iter(numbers)
     values: dict[fx.Node, Any] = dict.fromkeys(self._numbers)
     for node, is_used in zip(self._inputs, self._is_used):
@@ -143,9 +143,9 @@ class Program:
     outputs = [_copy_aliased(array, seen) for array in computed]
     numbers = self._outputs.numbers
     others = tuple(values[n] if isinstance(n, fx.Node) else n for n in numbers)
-    conditions = [condition for condition, _ in interpreter.asserted]
+    conditions = [condition for condition, _ in interpreter.assertions]
     log = () if stream is None else tuple(stream.log)
-    messages = tuple(message for _, message in interpreter.asserted)
+    messages = tuple(message for _, message in interpreter.assertions)
     return (outputs, conditions), _Static(others, log, messages)
 
   # On a call ------------------------------------------------------------------------
@@ -188,14 +188,14 @@ class _Interpreter(JaxInterpreter):
     stream: stream of the draws, or None.
 
   Attributes:
-    asserted: (condition, message) of each assertion, checked after the call.
+    assertions: (condition, message) of each assertion, checked after the call.
   """
 
   def __init__(self, module: fx.GraphModule, constants: dict, stream):
     super().__init__(module)
     self.garbage_collect_values = False  # `Outputs` may need any of them
     self._constants, self._stream = constants, stream
-    self.asserted: list[tuple] = []
+    self.assertions: list[tuple] = []
 
   def fetch_attr(self, target: str):
     constant = self._constants.get(target)
@@ -204,14 +204,14 @@ class _Interpreter(JaxInterpreter):
   def call_function(self, target, args: tuple, kwargs: dict) -> Any:
     if target in _ASSERTIONS:
       condition, *message = args
-      self.asserted.append((condition, *(message or [f"{target} failed"])))
+      self.assertions.append((condition, *(message or [f"{target} failed"])))
       return None
     if target is draws.keyed:
       return self._draw(*args, **kwargs)
     product = _transposed_product(self.node, self.env)
     return super().call_function(target, args, kwargs) if product is None else product
 
-  def _draw(self, words, position: tuple, operation, *args, **kwargs):
+  def _draw(self, packed, position: tuple, operation, *args, **kwargs):
     at_position = self._stream.at(DrawPosition(*position), line_of(self.node))
     with rng_scope(self._stream), at_position:
       return super().call_function(operation, args, kwargs)
