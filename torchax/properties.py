@@ -78,7 +78,7 @@ class RuntimeProperty:
     return rng.current().next_key("get_and_rotate_prng_key")
 
 
-_overridden: ContextVar[tuple] = ContextVar("overridden", default=())
+_overrides: ContextVar[tuple] = ContextVar("overrides", default=())
 
 
 class _PropertyHolder:
@@ -94,15 +94,15 @@ class _PropertyHolder:
   @property
   def content(self) -> list[RuntimeProperty]:
     """Stack of properties, innermost last."""
-    overridden = [entry for holder, entry in _overridden.get() if holder is self]
-    return [*self._initial, *overridden]
+    overrides = [entry for holder, entry in _overrides.get() if holder is self]
+    return [*self._initial, *overrides]
 
   @contextlib.contextmanager
   def overridden(self, properties: RuntimeProperty) -> Iterator[None]:
     """Push properties inside the block."""
     entry = (self, properties)
-    active_environments.push(_overridden, entry)
+    active_environments.push(_overrides, entry)
     try:
       yield
     finally:
-      active_environments.drop(_overridden, entry)
+      active_environments.drop(_overrides, entry)
