@@ -2,7 +2,7 @@
 
 `jax.jit` traces the graph with the lowerings of eager mode, once for each combination
 of shapes. Symbolic sizes are static: another size retraces here, without Dynamo. The
-packed key is an operand; the positions of draws are fixed. `backend.py` creates
+packed key is an operand; the positions of draws are static. `backend.py` creates
 programs; `torch_io.py` converts their inputs and results.
 """
 
