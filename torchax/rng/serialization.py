@@ -56,7 +56,7 @@ def split(payload: bytes) -> list[tuple[int | None, bytes]]:
 
 
 def encode_seed(seed: int, ordinal: int, impl: str) -> bytes:
-  """Encode a root stream without draws; see `streams.RootSeed`."""
+  """Encode a root stream without draws; see `environment_streams.RootSeed`."""
   name = impl.encode()
   return _MAGIC_SEED + _SEED.pack(seed, ordinal, len(name)) + name
 
