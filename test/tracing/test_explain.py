@@ -128,7 +128,7 @@ def test_results_of_torch_compile_raise():
 
 
 def test_a_non_callable_raises():
-  with pytest.raises(TypeError, match="takes a function or a module, but got int"):
+  with pytest.raises(TypeError, match="expects a function or a module, but got int"):
     torchax.explain(3)
 
 
