@@ -70,6 +70,7 @@ from torchax.tensor import Tensor
 
 # Tensors ------------------------------------------------------------------------------
 
+
 PLACED = {
   (Shard(0), Shard(1)): PartitionSpec("dp", "tp"),
   (Shard(1), Replicate()): PartitionSpec(None, "dp"),
@@ -413,6 +414,7 @@ def a_sharded_batch_is_reduced_once_for_each_gradient():
 
 
 # Refusals -----------------------------------------------------------------------------
+
 
 REFUSALS = {
   "more devices than there are": (
