@@ -72,7 +72,7 @@ PROJECT = {
   THEME: OUR_THEME,
   "torchax/ops/jimage.py": "import jax.numpy as np\n\n\ndef cubic(x):\n  return x\n",
   "torchax/tensor.py": "def first(x):\n  return x + 1\n\n\ndef last(x):\n  return x\n",
-  "test/ops/test_activation.py": "def test_ours():\n  pass\n",
+  "test/ops/jaten/test_activation.py": "def test_ours():\n  pass\n",
   "docs/upstream.md": (ROOT / "docs" / "upstream.md").read_text(),
 }
 

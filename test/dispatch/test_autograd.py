@@ -1,7 +1,7 @@
 """Gradients by torch's autograd, eager and compiled; CPU torch is the oracle.
 
-Calls of `backward` are tested in `test_backward.py`, functions with a gradient of their
-own in `test_autograd_functions.py`.
+Calls of `backward` are tested in `test_autograd_backward.py`, functions with a gradient
+of their own in `test_autograd_functions.py`.
 """
 
 import contextlib

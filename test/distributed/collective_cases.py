@@ -1,4 +1,4 @@
-"""Laws of functional collectives on eight devices; `test_collectives.py` runs them.
+"""Laws of functional collectives on eight devices; `ops/test_jc10d.py` runs them.
 
 usage:
   XLA_FLAGS=--xla_force_host_platform_device_count=8 python collective_cases.py out.json

@@ -1,4 +1,4 @@
-"""What `test_dtensors.py` runs in one process that has eight devices.
+"""What `test_dtensor.py` runs in one process that has eight devices.
 
   XLA_FLAGS=--xla_force_host_platform_device_count=8 python dtensor_cases.py out.json
 

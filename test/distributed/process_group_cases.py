@@ -1,4 +1,4 @@
-"""Laws of process groups; `test_process_groups.py` runs them.
+"""Laws of process groups; `test_process_group.py` runs them.
 
 usage:
   RANK=0 WORLD_SIZE=2 COORDINATOR=127.0.0.1:1234 python process_group_cases.py out.json

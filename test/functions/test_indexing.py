@@ -1,7 +1,7 @@
 """Reading and assigning by index in all forms of torch; CPU torch is the oracle.
 
 Each row is an index, given the device of the tensor; each is read, assigned a number
-and assigned a tensor. The lowerings' own rows are in `test/ops/test_indexing.py`.
+and assigned a tensor. The lowerings' own rows are in `test/ops/jaten/test_indexing.py`.
 """
 
 import jax.numpy as jnp

@@ -322,7 +322,11 @@ ROWS = {
     },
     [CARRIED],
     has={
-      "test/ops/test_activation.py": ("def test_ours", "def test_new", "import torch")
+      "test/ops/jaten/test_activation.py": (
+        "def test_ours",
+        "def test_new",
+        "import torch",
+      )
     },
   ),
   "a function and its test": Row(

@@ -184,7 +184,7 @@ def test_device_of_an_unused_input(x):
 
 def test_graph_that_moves_a_tensor_warns_and_runs_uncompiled():
   run = compiled(lambda x: (x * 2).to("jax") + 1)
-  with pytest.warns(UserWarning, match="uncompiled.*test_graphs_on_jax"):
+  with pytest.warns(UserWarning, match="uncompiled.*test_on_jax_graphs"):
     actual = run(PLAIN)
   torch.testing.assert_close(actual.cpu(), PLAIN * 2 + 1)
 
