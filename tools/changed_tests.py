@@ -6,7 +6,7 @@ untracked files included. It concerns
 - changed test files, and those that import a changed file of the tests or of `tools/`;
 - tests that import a changed module of the library, or a module that imports it;
 - tests in the module's folder whose name starts with its name: `test_views_of_masks.py`
-  belongs to `views`, and `test_view_steps.py` does not;
+  belongs to `views`, `test_view_steps.py` does not, and `test_words.py` to `_words`;
 - the rules of the house, and the tests of pages and examples if these have changed.
 
 The list is a quick check and does not replace the whole suite.
@@ -89,7 +89,7 @@ def _is_of_module(test: str, module: str) -> bool:
   """True for `test/a/test_b*.py` and the module `torchax/a/b.py`."""
   path, file = pathlib.PurePath(test), pathlib.PurePath(module)
   folder = pathlib.PurePath("test", *file.parent.parts[1:])
-  name = f"test_{file.stem}"
+  name = f"test_{file.stem.lstrip('_')}"
   return path.parent == folder and (
     path.stem == name or path.stem.startswith(f"{name}_")
   )

@@ -12,6 +12,7 @@ FILES = {
   "torchax/core/storage.py": "",
   "torchax/core/views.py": "from torchax.core.storage import Storage",
   "torchax/core/alone.py": "",
+  "torchax/core/_words.py": "",
   "torchax/top.py": "from torchax.core import views",
   "tools/__init__.py": "",
   "tools/table.py": "",
@@ -22,6 +23,7 @@ FILES = {
   "test/core/test_views.py": "import torchax",
   "test/core/test_views_of_masks.py": "import torchax",
   "test/core/test_view.py": "import torchax",
+  "test/core/test_words.py": "import torchax",
   "test/test_top.py": "import torchax.top",
   "test/ops/test_rows.py": "from ops.rows import ROW",
   "test/suites/tools/test_table.py": "from tools import table",
@@ -49,6 +51,7 @@ def project(tmp_path):
       {"core/test_views.py", "core/test_views_of_masks.py", "test_top.py"},
     ),
     ("torchax/core/alone.py", set()),
+    ("torchax/core/_words.py", {"core/test_words.py"}),
     ("torchax/core/deleted.py", set()),
     ("test/core/test_view.py", {"core/test_view.py"}),
     # Helpers of tests at any depth.
