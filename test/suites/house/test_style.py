@@ -3,7 +3,7 @@
 import ast
 
 import pytest
-from source_tree import dotted_names, modules
+from source_tree import PACKAGE, ROOT, dotted_names, modules
 
 # Files hold one theme; past this they hold two.
 MOST_LINES = 600
@@ -97,9 +97,23 @@ def test_broad_except_clauses_reraise(module):
 
 
 @each_module
-def test_a_file_says_its_theme_and_keeps_to_it(module):
-  text = module.path.read_text(encoding="utf-8")
-  if text.strip():
+def test_a_file_says_its_theme(module):
+  if module.path.read_text(encoding="utf-8").strip():
     assert ast.get_docstring(module.tree), f"{module.path} has no docstring"
-  lines = text.count("\n")
-  assert lines <= MOST_LINES, f"{module.path} has {lines} lines: split it by theme"
+
+
+def test_no_file_is_longer_than_one_theme():
+  long = {
+    str(path.relative_to(ROOT)): lines
+    for folder in ("torchax", "test", "tools", "benchmarks", "examples")
+    for path in (ROOT / folder).rglob("*.py")
+    if (lines := path.read_text(encoding="utf-8").count("\n")) > MOST_LINES
+  }
+  assert not long, f"split these files by theme: {long}"
+
+
+def test_folders_of_tests_mirror_the_package():
+  tests = ROOT / "test"
+  folders = {path.parent.relative_to(tests) for path in tests.rglob("test_*.py")}
+  own = {folder for folder in folders if folder.parts[:1] != ("suites",)}
+  assert own and not {str(f) for f in own if not (PACKAGE / f).is_dir()}
