@@ -1,4 +1,4 @@
-"""A checkpoint gives back what was saved, bit for bit, also in another process."""
+"""Checkpoints restore what was saved, bit for bit, also in another process."""
 
 import collections
 import json
@@ -36,7 +36,7 @@ def _round_trip(value, directory):
 
 
 def _bits(value) -> tuple:
-  """Type, dtype, shape and bytes of something with numbers."""
+  """Return type, dtype, shape and bytes of a value with numbers."""
   if isinstance(value, torch.Tensor):
     kind = (type(value).__name__, value.device.type, str(value.dtype))
     array = np.asarray(to_jax(value))
@@ -214,7 +214,7 @@ def test_trees_of_tensors_and_of_arrays_convert_into_each_other():
   assert _flat(to_torch(arrays)) == _flat(tree)
 
 
-# Steps and places --------------------------------------------------------------------
+# Steps and folders -------------------------------------------------------------------
 
 
 def test_load_reads_latest_step_or_the_step_of_the_directory(tmp_path):
@@ -272,7 +272,7 @@ def test_a_missing_checkpoint_is_named(tmp_path):
     torchax.load_checkpoint(tmp_path)
 
 
-# torch's readers raise what they stumble over.
+# torch's readers raise the errors of their parsers.
 @pytest.mark.parametrize(
   "content, error",
   [

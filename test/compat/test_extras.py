@@ -1,4 +1,4 @@
-"""A package that is missing, broken or too old gives one error that says what to do."""
+"""A package that is missing, broken or too old raises one error with the remedy."""
 
 import ast
 import importlib.metadata
@@ -34,7 +34,7 @@ def _plot():
   ledger.plot()
 
 
-# Package as it is imported -> who needs it, and how they ask for it.
+# Imported package -> (its users, how they ask for it).
 USERS = {
   "orbax": (("A checkpoint", _save), ("A checkpoint", _load)),
   "etils": (("A checkpoint", _save), ("A checkpoint", _load)),
@@ -45,13 +45,13 @@ ROWS = [(package, *user) for package, users in USERS.items() for user in users]
 
 
 def test_every_optional_package_has_a_user_here():
-  # test/suites/ecosystem has the users of the libraries that its extra brings.
+  # test/suites/ecosystem tests the users of the libraries of their extra.
   here = {name for name, e in extras.EXTRAS.items() if e.name != "ecosystem"}
   assert USERS.keys() == here
 
 
 def test_the_library_loads_optional_packages_in_one_way():
-  """So that no other import can fail without a word of what to install."""
+  """Otherwise another import could fail without a hint on what to install."""
   loaded = set()
   for module in modules():
     for node in ast.walk(ast.parse(module.path.read_text(encoding="utf-8"))):

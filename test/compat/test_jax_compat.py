@@ -14,7 +14,7 @@ from torchax.compat import jax_compat, private
 
 
 def seen_in(transform, *args):
-  """What `jax_compat` says inside a transformation."""
+  """Return the answer of a function of `jax_compat` inside a transformation."""
   seen = []
 
   def function(x):

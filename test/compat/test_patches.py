@@ -9,7 +9,7 @@ from faults.programs import run
 from tools import tables
 from torchax.compat import patches
 
-# Made by torch itself: for the name of a device, and when it loads its placements.
+# Patches that torch makes itself: for a device's name, and on loading placements.
 BY_TORCH = {
   "DeviceType.JAX",
   "DeviceType.__repr__",

@@ -1,6 +1,6 @@
-"""What another version of torch or JAX does not have costs its feature alone.
+"""A missing private name of torch or JAX disables its feature only.
 
-Names are taken away one after the other, in processes that import torchax without them.
+Names are removed one after the other, in processes that import torchax without them.
 """
 
 import importlib
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.programs
 
 ZYGOTE = ROOT / "test" / "zygote.py"
 
-# Eager work of the plainest kind: operations, a write, a step of training, moves.
+# Plain eager program: operations, a write, a training step, moves.
 EAGER = """
 import torch, torchax
 assert (torch.ones(2, device="jax") + 1).tolist() == [2.0, 2.0]
@@ -44,7 +44,7 @@ with torchax.default_env():
   step()
 """
 
-# Without these there is no tensor, or what it holds would be wrong without a word.
+# Without these names there is no tensor, or its contents would be silently wrong.
 ESSENTIAL = {
   "torch.Tensor._make_wrapper_subclass",
   "torch._C._DisableTorchDispatch",
@@ -62,8 +62,8 @@ ESSENTIAL = {
 
 @pytest.fixture(scope="module")
 def run_without(tmp_path_factory):
-  """(program, lists of hidden names) -> the error that each run of it ends with."""
-  # The same few programs in each process: they are compiled once.
+  """Return a function: (program, lists of hidden names) -> the error of each run."""
+  # All processes run the same few programs, which are compiled once.
   cache = tmp_path_factory.mktemp("cache")
   zygote = subprocess.Popen(
     [sys.executable, str(ZYGOTE), str(cache / "bytecode")],
@@ -163,7 +163,7 @@ def test_pieces_are_of_torch_or_jax():
     private.find("numpy._core", "a test")
 
 
-# What depends on pieces of torch for its answer, and what it says without them.
+# Functions whose results depend on private names of torch, and their messages.
 FEATURES = {
   "torch.compile": (
     "torch._guards.TracingContext",
@@ -207,7 +207,7 @@ NAMESPACES = (
 
 
 def _all_operations() -> list[str]:
-  """Every packet and overload that a table or a lowering of torchax names."""
+  """Return all packets and overloads that a table or a lowering of torchax names."""
   paths = []
   for namespace in NAMESPACES:
     for name, found in list(vars(namespace).items()):
@@ -221,7 +221,7 @@ def _all_operations() -> list[str]:
   return sorted(paths)
 
 
-# What the eager program calls, by itself or by way of torch.
+# Names that the eager program calls, itself or through torch.
 USED = (
   *("add", "addmm", "mm", "ones", "relu", "sum", "t", "threshold_backward", "mul"),
   *("_to_copy", "copy", "detach", "expand", "view", "empty", "empty_strided", "alias"),

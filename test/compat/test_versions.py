@@ -1,4 +1,4 @@
-"""Which versions of the libraries torchax takes, and what it says to others."""
+"""Supported versions of the libraries, and the message for other versions."""
 
 import importlib.metadata
 import os

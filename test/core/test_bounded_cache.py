@@ -1,4 +1,4 @@
-"""Nothing that is interned or compiled grows without end."""
+"""Caches of interned and compiled objects are bounded."""
 
 import gc
 
@@ -21,7 +21,7 @@ def test_it_holds_what_was_used_lately():
   cache = BoundedCache(LIMIT)
   for n in range(100):
     cache[n] = str(n)
-    assert cache.get(0) == "0"  # used each time, so it stays
+    assert cache.get(0) == "0"  # used each time, so it is not evicted
     assert len(cache) <= LIMIT + 1
   assert cache.get(98) == "98"
   assert cache.get(50) is None

@@ -1,4 +1,4 @@
-"""Chains of view steps: reading, writing, interning, and slices in many places."""
+"""Chains of view steps: reads, writes, interning, and slices with many starts."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -63,7 +63,7 @@ def test_a_chain_prints_its_steps():
   assert isinstance(chain_of(*CHAIN), Chain)
 
 
-# Slices in many places --------------------------------------------------------------
+# Slices with many starts ------------------------------------------------------------
 
 
 def _many_places(x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Functions of arrays on explicit axes; on one device, whose types are the same."""
+"""Functions of arrays on explicit axes, on one device, where the types are the same."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ def rows(mesh=MESH) -> jax.Array:
 
 
 def product(x):
-  """What JAX refuses, since both of the summed dimensions are divided."""
+  """Return a product that JAX refuses: both contracted dimensions are sharded."""
   return x.T @ x
 
 
@@ -51,7 +51,8 @@ def test_partitioner_runs_once_per_function_and_types():
   jax.jit(explicit)(rows())
   first = len(runs)
   jax.jit(lambda x: explicit(x) + 1)(rows())
-  # To learn that JAX refuses, and to compute; not to ask for the layout.
+  # One call to learn that JAX refuses, one to compute, and none to ask for the
+  # sharding.
   assert first == 3 and len(runs) == first + 2
 
 

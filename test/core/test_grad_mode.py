@@ -1,4 +1,4 @@
-"""`torch.no_grad` under JAX's differentiation is what it is in torch."""
+"""`torch.no_grad` under JAX's differentiation has its meaning in torch."""
 
 import jax
 import pytest
@@ -60,7 +60,7 @@ def _custom(x):
 
 
 class _Quiet(torch.autograd.Function):
-  """Doubles, and says itself that nothing is to be recorded."""
+  """Function that doubles and disables recording itself."""
 
   @staticmethod
   def forward(ctx, x):
@@ -73,7 +73,7 @@ class _Quiet(torch.autograd.Function):
 
 
 class _Outer(torch.autograd.Function):
-  """Doubles by a function of its own kind."""
+  """Function that doubles by another function of its kind."""
 
   @staticmethod
   def forward(ctx, x):
@@ -85,7 +85,7 @@ class _Outer(torch.autograd.Function):
 
 
 class _AsksJax(torch.autograd.Function):
-  """Squares, after a function inside has been differentiated by JAX."""
+  """Function that squares, after JAX has differentiated a function inside."""
 
   @staticmethod
   def forward(ctx, x):

@@ -1,4 +1,4 @@
-"""Linear maps whose transpose is given, and results that have one for a derivative."""
+"""Linear maps with a given transpose, and results whose derivative is such a map."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ NUMBERS = jnp.linspace(0.5, 2, 3)
 
 
 def _transpose(residuals, cotangents, wanted):
-  """Of (v, w) -> (a * v + w, a * w)."""
+  """Transpose (v, w) -> (a * v + w, a * w)."""
   (a,), (first, second) = residuals, cotangents
   found = [first * a, first + second * a]
   return [gradient for gradient, want in zip(found, wanted) if want]
@@ -54,7 +54,7 @@ def test_rows_share_what_is_not_mapped_over():
 
 
 def _double(residuals, cotangents, wanted):
-  """The derivative by (table, x) of `_looked_up`, ten times."""
+  """Return the derivative of `_looked_up` by (table, x), ten times."""
   _, table, x, index = residuals
   (cotangent,) = cotangents
   found = [
@@ -79,7 +79,7 @@ def test_outputs_have_the_derivative_that_is_given():
     of_table, of_x = jax.grad(f, (0, 1))(TABLE, x)
     np.testing.assert_allclose(of_table, jnp.zeros((4, 3)).at[2].set(10 * x))
     np.testing.assert_allclose(of_x, 10 * TABLE[2])
-  # By the residuals, which are the arguments: the gradient of the gradient.
+  # Differentiate by the residuals, which are the arguments: the second gradient.
   mixed = jax.jacobian(jax.grad(f, 1))(TABLE, x)
   np.testing.assert_allclose(mixed[:, 2], 10 * jnp.eye(3))
 

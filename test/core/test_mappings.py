@@ -147,7 +147,7 @@ def test_neither_side_aliases_the_other(dtype):
   assert float(array.sum()) == 64
 
 
-# What cannot move ---------------------------------------------------------------------
+# Values that cannot be converted ----------------------------------------------------
 
 
 def test_an_integer_that_needs_64_bits_is_never_cut():

@@ -1,4 +1,4 @@
-"""64-bit types without x64: nothing is cut silently, and what is lost is said once."""
+"""64-bit types without x64: no silent truncation, and one warning per loss."""
 
 import subprocess
 import sys
@@ -116,7 +116,7 @@ def test_the_refusal_holds_inside_a_compiled_function():
 
 @pytest.fixture(name="unsaid")
 def _unsaid(monkeypatch):
-  """As in a process that has warned of nothing yet."""
+  """Reset the warnings, as in a process that has warned of nothing yet."""
   monkeypatch.setattr(narrowing, "_warned", set())
 
 
@@ -124,7 +124,7 @@ ASKED_FOR = {
   "tensor": lambda: torch.ones(2, dtype=torch.float64).to("jax"),
   "to": lambda: torch.ones(2, device="jax").to(torch.float64),
   "double": lambda: torch.ones(2, device="jax").double(),
-  # A shape of its own: where the factory is compiled already, all has been said.
+  # A shape of its own: a factory that is compiled already has warned already.
   "factory": lambda: torch.zeros(1, 7, 1, dtype=torch.float64, device="jax"),
   "numpy": lambda: torch.tensor(
     jnp.ones(2).tolist(), dtype=torch.float64, device="jax"
@@ -133,7 +133,7 @@ ASKED_FOR = {
 }
 
 
-# Before Python 3.12 nobody knows the caller of what is being compiled.
+# Before Python 3.12, the caller of code that is being compiled is unknown.
 UNKNOWN_LINE = {"double", "factory"} if sys.version_info < (3, 12) else set()
 
 

@@ -1,4 +1,4 @@
-"""Elements that the host moves while shapes are new: bits, devices, errors, counts."""
+"""numpy fallback while shapes are new: bits, devices, errors, counts."""
 
 import warnings
 
@@ -19,17 +19,17 @@ SIZE = iter(range(20, 20_000))
 @pytest.fixture(autouse=True)
 def _inside_the_environment():
   with torchax.default_env():
-    torch.ones(2, device="jax").cos()  # what JAX and its compiler do once
+    torch.ones(2, device="jax").cos()  # one-time costs of JAX and its compiler
     yield
 
 
 def given(*shape, dtype=torch.float32):
-  """Numbers of every bit pattern but NaNs, on the CPU."""
+  """Return CPU numbers of all bit patterns except NaNs."""
   values = torch.arange(torch.Size(shape).numel()).reshape(shape) * 7919 % 251 - 125
   return values.to(dtype)
 
 
-# Of a tensor (n, 4) of a number of rows that no other row has.
+# Functions of a tensor (n, 4) with a number of rows that no other row has.
 MOVES = {
   "cat": lambda x: torch.cat((x, x[:3]), 0),
   "cat of a view": lambda x: torch.cat((x.t()[:, 1:], x.t()), 1),
@@ -52,7 +52,7 @@ def test_the_numpy_fallback_the_bits_of_the_program(move, dtype, monkeypatch):
   with compile_events.noted() as events:
     found = move(there)
   assert not events
-  monkeypatch.setattr(numpy_fallback, "PROGRAM", 1)  # which has been paid by now
+  monkeypatch.setattr(numpy_fallback, "PROGRAM", 1)  # the cost is paid by now
   with compile_events.noted() as events:
     compiled = move(there)
   assert events
@@ -63,7 +63,7 @@ def test_the_numpy_fallback_the_bits_of_the_program(move, dtype, monkeypatch):
 
 
 def test_rows_of_a_loop_are_joined_on_the_host():
-  """Many slices of one form share a program; their starts are numbers."""
+  """Slices of one form share a program; their starts are operands."""
   x = given(next(SIZE), 2, 4)
   there = x.to("jax")
   for n in range(14):
@@ -176,7 +176,7 @@ TRANSFERS = {
 @pytest.mark.parametrize("move", TRANSFERS.values(), ids=TRANSFERS)
 def test_moving_to_jax_compiles_nothing(move):
   with torch.device("cpu"):
-    move(next(SIZE))  # and what else it needs
+    move(next(SIZE))  # compiles the programs that a move needs
     with compile_events.noted() as events:
       moved = move(next(SIZE))
   assert moved.device.type == "jax"
@@ -190,7 +190,7 @@ def test_numbers_of_the_host_may_change_once_they_were_moved():
   assert (moved == 0).all()
 
 
-# Of floats (n, 4), integers and masks of the same shape.
+# Functions of floats (n, 4), integers and masks of the same shape.
 ARITHMETIC = {
   "add": lambda x, i, mask: x + x.flip(0),
   "add an integer tensor of no dimension": lambda x, i, mask: x + i[0, 0],
@@ -226,7 +226,7 @@ def test_host_arithmetic_has_bits_of_program(function, monkeypatch):
   with warnings.catch_warnings():
     warnings.simplefilter("error")
     found = function(*there)
-  monkeypatch.setattr(numpy_fallback, "PROGRAM", 1)  # which has been paid by now
+  monkeypatch.setattr(numpy_fallback, "PROGRAM", 1)  # the cost is paid by now
   compiled = function(*there)
   expected = function(*arguments)
   for result in (found, compiled):

@@ -1,4 +1,4 @@
-"""Trees taken apart into arrays and the rest, and put together again."""
+"""Trees split into arrays and the rest, and merged again."""
 
 import collections
 import math

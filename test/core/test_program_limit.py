@@ -1,4 +1,4 @@
-"""How programs of single operations are compiled, in traces and outside of them."""
+"""Compilation of programs of single operations, in traces and outside of them."""
 
 import jax
 import jax.numpy as jnp
@@ -53,12 +53,12 @@ FUNCTIONS = {
 
 
 def _bits(result) -> list[bytes]:
-  # One NaN is as good as another.
+  # All NaNs count as equal.
   arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(result)]
   return [np.where(np.isnan(a), np.ones_like(a), a).tobytes() for a in arrays]
 
 
-# XLA adds and multiplies in another order, as it does in a program of more operations.
+# XLA adds and multiplies in another order, as in a program with more operations.
 IN_ANOTHER_ORDER = ("softmax", "sums", "product")
 
 
@@ -95,7 +95,8 @@ def test_the_options_are_known_to_this_version_of_xla():
   same_bits = program_limit.quick_options(program_limit.Effort.SAME_BITS)
   assert same_bits.items() <= known.items() <= program_limit._QUICK.items()
   assert len(same_bits) == 2
-  if versions.is_older(jax.__version__, "0.11"):  # later ones have no older emitters
+  # Later versions have no older emitters.
+  if versions.is_older(jax.__version__, "0.11"):
     assert known == program_limit._QUICK
   assert program_limit.quick_options(program_limit.Effort.FULL) is None
   level = "xla_backend_optimization_level"

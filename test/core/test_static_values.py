@@ -1,4 +1,4 @@
-"""Python values as parts of keys: which are the same, and which are not."""
+"""Equality of Python values as parts of keys."""
 
 import copy
 import enum

@@ -1,4 +1,4 @@
-"""Storages as libraries look at them: addresses, sizes, and who shares with whom."""
+"""Storages as libraries read them: addresses, sizes and aliases."""
 
 import copy
 import gc
@@ -156,7 +156,7 @@ def test_a_storage_is_made_by_torch_s_own_name(device):
 def test_a_tensor_is_set_to_a_storage(x):
   view = torch.empty(0, device="jax").set_(x.untyped_storage(), 4, (2, 2), (4, 1))
   assert_same(view, BASE[1:, :2])
-  # Without strides.
+  # Views without strides.
   rows = torch.empty(0, device="jax").set_(x.untyped_storage(), 1, (2, 3))
   assert_same(rows, BASE.view(-1)[1:7].view(2, 3))
   view.zero_()
@@ -182,7 +182,7 @@ def test_identity_is_known_inside_of_a_compiled_function(x):
 
 
 class Tied(torch.nn.Module):
-  """Two names of one weight, and a buffer that is a part of another one."""
+  """Module with two names of one weight, and a buffer that is a view of another one."""
 
   def __init__(self):
     super().__init__()

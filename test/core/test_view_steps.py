@@ -1,4 +1,4 @@
-"""Steps of views on arrays: what they show, and what a write through them changes."""
+"""View steps on arrays: reads, and writes through them."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from torchax.interop import jax_jit, jax_value_and_grad
 BASE = np.arange(24, dtype=np.float32).reshape(4, 6)
 COMPLEX = (BASE[:, :2] + 1j * BASE[:, 2:4]).astype(np.complex64)
 
-# Step, source, and the same view by numpy, which aliases the source.
+# (step, source, the same view in numpy, which aliases the source).
 ROWS = {
   "narrow": (NarrowInfo((slice(1, 4), slice(0, 6, 2))), BASE, lambda a: a[1:4, ::2]),
   "narrow_one": (NarrowInfo(slice(1, 3)), BASE, lambda a: a[1:3]),
@@ -73,7 +73,7 @@ for _offset, _dim1, _dim2 in DIAGONALS:
 
 
 def _square(array, offset):
-  """The largest square block whose main diagonal is the wanted one."""
+  """Return the largest square block whose main diagonal is the requested one."""
   block = array[:, offset:] if offset >= 0 else array[-offset:]
   size = min(block.shape)
   return block[:size, :size]

@@ -1,6 +1,6 @@
-"""Device numbers: where tensors lie when a process has eight devices.
+"""Device indices: the devices of tensors in a process with eight of them.
 
-`eight_devices.py` has the laws; it runs once, in a process of its own.
+The laws are in `eight_devices.py`, which runs once, in a process of its own.
 """
 
 import eight_devices
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.programs
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory) -> dict[str, str]:
-  """What the program found: a traceback or "", by law and by where it ran."""
+  """Return traceback, or "" if the law holds, by law and context."""
   return many_devices.failures(
     eight_devices.__file__, tmp_path_factory.mktemp("devices")
   )

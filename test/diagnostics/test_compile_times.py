@@ -1,4 +1,4 @@
-"""What is said of time that goes into compiling."""
+"""Messages about time spent on compiling."""
 
 import logging
 
@@ -18,7 +18,7 @@ class _Clock:
 
 
 def _times(programs: int, each: float, others: float) -> compile_times.CompileTimes:
-  """A program that compiles so many programs, and does something else after each."""
+  """Return a program that compiles this often, with other work after each."""
   clock = _Clock()
   times = compile_times.CompileTimes(clock)
   for n in range(programs):
@@ -51,7 +51,7 @@ def test_no_warning_below_the_thresholds(caplog, programs, each, others):
 
 
 def test_listener_counts_only_new_compilations(monkeypatch):
-  torch.ones(3, device="jax").cosh()  # something has been compiled
+  torch.ones(3, device="jax").cosh()  # there have been compilations
   (listener,) = compile_times._listeners
   monkeypatch.setattr(listener, "times", compile_times.CompileTimes())
   x = torch.ones(3, 17, 5, device="jax")

@@ -1,4 +1,4 @@
-"""`torchax.explain_operator`: the steps, their order, and what each of them says."""
+"""`torchax.explain_operator`: its steps, their order and reasons."""
 
 import re
 
@@ -12,7 +12,7 @@ from torchax.dispatch.dispatcher import Step
 
 aten = torch.ops.aten
 STEPS = [step.value for step in Step]
-# Operation -> step, what runs, part of the reason; of the first step with an answer.
+# Operation -> (step, what runs, part of the reason) of the first step with a plan.
 FIRST = {
   torch.add: ("function table", "aten.add.Tensor", "no gradient"),
   F.layer_norm: ("function table", "_layer_norm", "compiled: one program"),

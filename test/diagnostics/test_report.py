@@ -1,4 +1,4 @@
-"""`python -m torchax` and `torchax.env_info`: what a bug report needs to know."""
+"""`python -m torchax` and `torchax.env_info`: the facts for a bug report."""
 
 import os
 import platform
@@ -21,7 +21,7 @@ def test_the_versions_and_devices_are_those_of_this_process():
   assert info.torchax == torchax.VERSION
   assert info.python == platform.python_version()
   assert info.libraries["jax"] == jax.__version__
-  # A wheel's name may lack what comes after the "+".
+  # The name of a wheel may lack the part after the "+".
   assert torch.__version__.startswith(info.libraries["torch"])
   assert len(info.devices) == len(jax.devices())
   assert info.devices[0].startswith(jax.default_backend())

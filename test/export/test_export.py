@@ -1,4 +1,4 @@
-"""Exported programs compute, draw and change what the module does, in JAX alone."""
+"""Exported programs compute, draw and change state as the module does, in JAX alone."""
 
 import functools
 import pickle
@@ -40,12 +40,12 @@ def arrays(tree):
 
 
 def assert_equals(actual, expected: torch.Tensor):
-  """An array has the shape, dtype and numbers of a CPU tensor."""
+  """Assert that an array has the shape, dtype and numbers of a CPU tensor."""
   assert_close(torch.from_numpy(np.array(actual)), expected)
 
 
 class Function(nn.Module):
-  """A function of one tensor as a module, for `torch.export`."""
+  """Module of a function of one tensor, for `torch.export`."""
 
   def __init__(self, function):
     super().__init__()
@@ -56,7 +56,7 @@ class Function(nn.Module):
 
 
 class Function2(Function):
-  """A function of two tensors."""
+  """Module of a function of two tensors."""
 
   def forward(self, x, y):
     return self.function(x, y)
@@ -68,7 +68,7 @@ def export_of(function, *inputs, **options):
 
 
 def program_of(function, *inputs, **options):
-  """The JAX form of a function that has no states."""
+  """Return the JAX form of a function without states."""
   states, program = exported_program_to_jax(export_of(function, *inputs, **options))
   assert not states
   return program
@@ -180,7 +180,7 @@ def test_model_in_train_mode_draws_as_in_eager_mode(name, is_dynamic):
 
 @functools.cache
 def trained(name: str):
-  """Output and buffers of one call on jax with seed 7."""
+  """Return output and buffers of one call on jax with seed 7."""
   make, _ = MODELS[name]
   model, inputs = model_and_input(name)
   moved = make()
@@ -204,7 +204,7 @@ def test_program_for_inference_is_accepted():
 
 
 class Holder(nn.Module):
-  """Parameters that are tied, buffers of both kinds and a constant."""
+  """Module with tied parameters, both kinds of buffers and a constant."""
 
   def __init__(self):
     super().__init__()
@@ -296,7 +296,7 @@ def test_changed_inputs_are_returned_by_name():
 
   x, y = torch.ones(2, 3), torch.zeros(2, 3)
   program = export_of(change, x.clone(), y.clone())
-  states, program = exported_program_to_jax(program)  # 5.0 is a state, a constant
+  states, program = exported_program_to_jax(program)  # 5.0 is a constant state
   assert program.mutated == ()
   assert program.mutated_inputs == ("x", "y")
   (output,), updates = program.with_updates(states, (array(x), array(y)))
@@ -437,7 +437,7 @@ def test_a_draw_without_rng_raises_in_a_transformation():
 
 
 def test_draws_from_a_key_follow_the_environments_addressing():
-  """By the site of the module here; a state says itself how it is drawn from."""
+  """A module draws by site here; a state carries its own addressing."""
   (by_order,) = noise()([], (jnp.zeros(4),), rng=3)
   address_by("site")
   try:
@@ -447,7 +447,7 @@ def test_draws_from_a_key_follow_the_environments_addressing():
       expected = torch.rand(4, device="jax").numpy()
   finally:
     address_by("order")
-    current()  # takes the change in here, and not in the next test's trace
+    current()  # take over the change here, not in the trace of the next test
   np.testing.assert_array_equal(of_state, by_order)
   np.testing.assert_array_equal(by_site, expected)
   assert (by_site != by_order).any()

@@ -1,4 +1,4 @@
-"""What graphs of exported programs hold: symbols, branches, what cannot be compiled."""
+"""Graphs of exported programs: symbols, branches, and parts that cannot compile."""
 
 import logging
 
@@ -62,7 +62,8 @@ SYMBOLIC = {
   "quantile": lambda x: x.quantile(0.5, 1),
   "resize": lambda x: F.interpolate(x[:, None], scale_factor=1.5, mode="linear"),
 }
-if not IS_OLD:  # torch 2.11 itself refuses to export a power that is a size
+# Torch 2.11 itself refuses to export a power with a size as its exponent.
+if not IS_OLD:
   SYMBOLIC["power"] = lambda x: x.abs() ** x.shape[0]
 
 
@@ -202,7 +203,7 @@ def _drawing_loop(x):
 
 
 def test_while_loop_draws_from_a_child_stream():
-  """Its turns differ, and it moves the stream by one draw."""
+  """Iterations differ, and the loop advances the stream by one draw."""
   function = export_of(lambda x: _drawing_loop(x) + torch.rand_like(x), X)
   states, program = exported_program_to_jax(function)
   draw = lambda: torch.rand(X.shape, device="jax").cpu()  # noqa: E731
@@ -240,7 +241,7 @@ def test_gradients_stop_where_torch_stops_them():
   assert_equals(gradient, x.grad)
 
 
-# What cannot run ----------------------------------------------------------------------
+# Refusals -----------------------------------------------------------------------------
 
 
 def _item(x):
@@ -333,7 +334,7 @@ def test_operation_that_needs_a_concrete_size_raises(name):
 
 @pytest.mark.parametrize("solve", ["inv", "solve"])
 def test_checks_of_singular_matrices_are_omitted(solve):
-  """They are effects in a graph of torch's, which a pure function cannot have."""
+  """They are effects in torch's graph, which a pure function cannot have."""
   x = torch.eye(3) * 2 + torch.ones(3, 3)
   function = {"inv": torch.linalg.inv, "solve": lambda x: torch.linalg.solve(x, x[0])}
   (output,) = program_of(function[solve], x)([], arrays((x,)))

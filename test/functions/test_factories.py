@@ -1,4 +1,4 @@
-"""Tensors made with device="jax", inside the environment and outside."""
+"""Tensors made with device="jax", inside and outside of the environment."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ env = torchax.default_env()
 
 @pytest.fixture(params=[False, True], ids=["without_env", "with_env"])
 def in_and_out(request):
-  """Runs a test outside of the environment and inside."""
+  """Run a test outside of the environment and inside."""
   if not request.param:
     yield
     return
@@ -29,7 +29,7 @@ def in_and_out(request):
 
 @pytest.fixture
 def default_jax():
-  """`torch.set_default_device("jax")` for one test."""
+  """Set `torch.set_default_device("jax")` for one test."""
   torch.set_default_device("jax")
   yield
   torch.set_default_device(None)
@@ -243,7 +243,7 @@ def test_data_follows_the_default_device_without_environment(default_jax):
 
 @pytest.mark.parametrize("where", ["hook", "post_accumulate_hook", "backward"])
 def test_factories_work_inside_backward(where, in_and_out):
-  """User code that autograd calls makes tensors on jax as any other code does."""
+  """User code that autograd calls creates tensors on jax as any other code does."""
 
   class Double(torch.autograd.Function):
     @staticmethod
@@ -345,6 +345,6 @@ def test_initialisers_fill_parameters(init, in_and_out):
 def test_pinned_memory_of_the_host_is_plain():
   made = torch.zeros(3).pin_memory()
   assert type(made) is torch.Tensor and made.tolist() == [0.0, 0.0, 0.0]
-  # C++ asks nobody; docs/devices.md says what to write.
+  # C++ does not dispatch this call; docs/devices.md has the remedy.
   with pytest.raises(RuntimeError, match="(?i)pinned"):
     torch.zeros(3, pin_memory=True)

@@ -1,4 +1,4 @@
-"""Reading and assigning by index in all forms of torch; CPU torch is the oracle.
+"""Reads and assignments by index in all forms of torch; CPU torch is the oracle.
 
 Each row is an index, given the device of the tensor; each is read, assigned a number
 and assigned a tensor. The lowerings' own rows are in `test/ops/jaten/test_indexing.py`.
@@ -19,7 +19,7 @@ CUBE = floats(2, 2, 6)
 
 
 def _at(device):
-  """Makes index tensors on a device."""
+  """Return a maker of index tensors on a device."""
   return lambda *values: torch.tensor(values[0] if len(values) == 1 else values).to(
     device
   )
@@ -27,7 +27,7 @@ def _at(device):
 
 ROW_MASK, LAST_MASK = [True, False], [True, False, True, True, False, False]
 
-# Index, given a maker of tensors.
+# Function from a maker of tensors to an index.
 INDICES = {
   "int": lambda at: 1,
   "negative": lambda at: (-1, -2),
@@ -239,7 +239,7 @@ def test_wrong_indices_raise_as_in_torch(index):
 
 
 def test_numpy_bool_is_not_an_index():
-  # As of torch 2.12; before, CPU torch takes it for True.
+  # Since torch 2.12; before, CPU torch takes it for True.
   with pytest.raises(IndexError, match="numpy.bool"):
     CUBE.to("jax")[np.bool_(True)]
 
@@ -456,7 +456,7 @@ def _row(index):
   return index.reshape(-1, 1).expand(-1, 6)
 
 
-# Functions that take an index beside the tensor: as with CUDA, both are on one device.
+# Functions of a tensor and an index: as with CUDA, both must be on one device.
 OF_INDICES = {
   "index_fill": lambda x, i: x.index_fill(0, i, 1.0),
   "index_fill_": lambda x, i: x.clone().index_fill_(0, i, 1.0),
@@ -480,7 +480,7 @@ def test_cpu_index_of_a_jax_tensor_raises(function):
   assert_same(function(x, index.to("jax")), function(CUBE[0], index))
 
 
-# Those that CUDA takes: indices in brackets, and indices without dimensions.
+# Forms that CUDA takes: indices in brackets, and 0-d indices.
 WITH_CPU_INDEX = {
   "read": lambda x, i: x[i],
   "index_put": lambda x, i: x.index_put((i,), torch.tensor(1.0)),

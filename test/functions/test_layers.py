@@ -1,4 +1,4 @@
-"""Functions of `functions/layers.py` where no environment handles them."""
+"""Functions of `functions/layers.py` outside of an environment."""
 
 import torch
 import torch.nn.functional as F

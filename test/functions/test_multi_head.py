@@ -1,4 +1,4 @@
-"""`F.multi_head_attention_forward` against CPU torch, in its usual cases and others."""
+"""`F.multi_head_attention_forward` against CPU torch, in usual and unusual cases."""
 
 import copy
 
@@ -28,7 +28,7 @@ def _hidden(*shape):
   return hidden
 
 
-# Given the number of positions.
+# Arguments by the number of positions.
 MASKS = {
   "no mask": lambda s: {},
   "bool": lambda s: {"attn_mask": _hidden(LENGTH, s)},
@@ -51,13 +51,13 @@ def _module(**options):
   torch.manual_seed(0)
   module = torch.nn.MultiheadAttention(WIDTH, HEADS, **options)
   with torch.no_grad():
-    for parameter in module.parameters():  # biases are zero otherwise
+    for parameter in module.parameters():  # biases are zero by default
       parameter.normal_(std=0.5)
   return module
 
 
 def _run(device, module, inputs, kwargs):
-  """Results, weights, and the gradients of inputs and parameters."""
+  """Return results, weights, and gradients of inputs and parameters."""
   module = copy.deepcopy(module).to(device)
   moved = {id(t): t.to(device, copy=True).requires_grad_() for t in inputs}
   kwargs = {
@@ -129,7 +129,7 @@ def test_unusual_calls_match_cpu_torch(row, weights):
 
 
 def test_a_usual_call_is_three_programs():
-  """Random words, which other sizes share, the mask of dropout, and all else."""
+  """Random words, which other sizes share, the dropout mask, and the rest."""
   with torchax.default_env():
     module, x = _module(dropout=0.5).to("jax"), X.to("jax")
     torchax.clear_caches()
@@ -161,7 +161,7 @@ def test_dropout_draws_the_same_everywhere(weights):
 
 
 def test_dropout_keeps_its_rate_and_mean():
-  """Weights that are all equal: the output of a head is what survives of them."""
+  """All weights are equal, so the output of a head is the fraction that is kept."""
   length, p = 64, 0.25
   module = torch.nn.MultiheadAttention(4, 1, dropout=p, bias=False)
   with torch.no_grad():
@@ -228,7 +228,7 @@ def test_refused_arguments_raise_torchs_message(wrong):
 
 @pytest.mark.parametrize("wish", ["auto", "blockwise"])
 def test_requested_form_runs_scaled_dot_product_attention(wish, monkeypatch):
-  """So they take blocks of keys, or the kernel of a device, and draw the same mask."""
+  """So it uses blocks of keys or a device's kernel, and draws the same mask."""
   taken = []
 
   def attention(*args, **kwargs):

@@ -29,7 +29,7 @@ def bools(length: int):
   return (torch.arange(2 * length, device="cpu") % 3 > 0).reshape(2, 1, 1, length)
 
 
-# Of a number of keys: the tensors of attention, and what more it takes.
+# Functions of a number of keys: attention's tensors and its other arguments.
 CALLS = {
   "plain": lambda n: (inputs(n, heads=4), {}),
   "values of another width": lambda n: (inputs(n, heads=4, width=6), {}),
@@ -87,7 +87,8 @@ def test_numbers_of_keys_share_programs(call):
     before = len(events)
     for length in range(6, 33):
       on_jax(*call(length))
-  assert len(events) - before <= 2  # one of up to 32, and of numbers, if there are any
+  # One for up to 32 keys, and one for numbers if there are any.
+  assert len(events) - before <= 2
 
 
 def test_frequent_number_of_keys_keeps_its_bits(monkeypatch):

@@ -1,4 +1,4 @@
-"""What is derived from torch's schemas: functional forms, writes, views, randomness."""
+"""Properties of torch's schemas: functional forms, writes, views, randomness."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Flax modules in torch programs, as upstream's users make them."""
+"""Flax modules in torch programs, as users of upstream write them."""
 
 import jax
 import jax.numpy as jnp

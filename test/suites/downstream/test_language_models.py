@@ -1,6 +1,6 @@
-"""What programs do that run Hugging Face models: outputs and caches are trees of JAX.
+"""Programs with Hugging Face models: outputs and caches are pytrees of JAX.
 
-Models are made of small configurations; nothing is downloaded.
+Models are made from small configurations; nothing is downloaded.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ def _model():
 
 @pytest.fixture(name="expected", scope="module")
 def _expected(model):
-  """The logits of the CPU, and the tokens that it generates greedily."""
+  """Return the logits of the CPU, and the tokens that it generates greedily."""
   with torch.no_grad():
     logits = model(IDS).logits
     return logits, model.generate(IDS, max_new_tokens=4, do_sample=False)[0].tolist()
@@ -56,7 +56,7 @@ def _expected(model):
 
 @pytest.fixture(name="on_jax")
 def _on_jax(model, expected):
-  """A copy on jax; what is expected has been computed before."""
+  """Move the model to jax; the expected values are computed before."""
   copied = transformers.LlamaForCausalLM(_config()).eval().requires_grad_(False)
   copied.load_state_dict(model.state_dict())
   with torchax.default_env():
@@ -72,7 +72,7 @@ def _unflatten_dynamic(_, layers):
   for place, (keys, values) in enumerate(layers):
     if isinstance(keys, torch.Tensor):
       cache.update(keys, values, place)
-    else:  # what JAX puts in to look at the structure
+    else:  # JAX's placeholders to inspect the structure
       cache.layers.append(_Held(keys, values))
   return cache
 
@@ -96,7 +96,8 @@ def _trees():
     (CausalLMOutputWithPast, _flatten_output, _unflatten_output),
     (DynamicCache, _flatten_dynamic, _unflatten_dynamic),
   ):
-    with contextlib.suppress(ValueError):  # another test of this process has
+    # Another test of this process has registered it.
+    with contextlib.suppress(ValueError):
       jax.tree_util.register_pytree_node(cls, flatten, unflatten)
 
 

@@ -1,4 +1,4 @@
-"""Modules, views of compiled programs and names, as programs use them."""
+"""Modules, views of compiled programs and names in downstream programs."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""Operators of one environment: overrides, and the tables that programs write to."""
+"""Operators of one environment: overrides, and tables that programs change."""
 
 import functools
 
@@ -27,7 +27,7 @@ OVERRIDDEN = {
   "packet": (aten.tanh, torch.tanh),
   "overload": (aten.tanh.default, torch.tanh),
   "function": (F.softsign, F.softsign),
-  # Operations that have a short way of their own.
+  # Operations with a shortcut.
   "shortcut": (F.gelu, F.gelu),
   "method": (torch.Tensor.matmul, lambda x: x.matmul(x)),
 }
@@ -76,7 +76,7 @@ def test_an_override_reaches_the_in_place_and_out_forms(env):
 
 
 def test_attention_is_replaced_by_a_kernel_and_falls_back(env):
-  """As programs with a kernel of their own do for long sequences."""
+  """Programs with a kernel of their own do this for long sequences."""
   ours = env._ops[F.scaled_dot_product_attention]
   kernel = lambda q, k, v: q + k + v  # noqa: E731
 
@@ -137,7 +137,7 @@ def test_tables_read_as_dicts(env):
 
 @pytest.mark.parametrize("of_one", [False, True])
 def test_an_overload_is_found_where_its_packet_is_registered(env, of_one):
-  """As programs do that wrap the lowering that is there."""
+  """Programs that wrap an existing lowering do this."""
   table = env._ops if of_one else all_aten_ops
   ours = table[aten.mul.Tensor]
   assert ours is table[aten.mul] and ours.is_jax_function

@@ -1,4 +1,4 @@
-"""Lowerings that a program registers, replaces and reaches, as programs do."""
+"""Lowerings that a program registers, replaces and calls."""
 
 import functools
 import warnings
@@ -121,7 +121,7 @@ def test_user_defined_replacement_does_not_warn(name):
     )
 
 
-# torch functions that tables of programs look up.
+# torch functions that programs look up in tables.
 LOOKED_UP = {
   "__getitem__": torch.Tensor.__getitem__,
   "ones": torch.ones,

@@ -1,7 +1,7 @@
-"""What serving programs do: weights placed once, one compiled step, caches of arrays.
+"""Serving programs: weights placed once, one compiled step, caches of arrays.
 
-In the manner of vLLM's package for TPUs: a torch model is called functionally inside of
-`jax.jit`, with layers that go down to JAX for their matrix products and attention.
+They resemble vLLM's package for TPUs. A torch model is called functionally inside of
+`jax.jit`, with layers that call JAX for their matrix products and attention.
 """
 
 import contextlib
@@ -29,13 +29,13 @@ def _mesh():
 
 
 def _placed(tensor, mesh, *spec):
-  """A tensor of the CPU as a jax tensor with a sharding."""
+  """Return a CPU tensor as a jax tensor with a sharding."""
   array = t2j(tensor.detach(), use_dlpack=False)
   return torch_view(jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec))))
 
 
 class Context:
-  """What layers find of a step: caches, which they replace while it is traced."""
+  """Context of a step for layers: the caches, which they replace while it is traced."""
 
   current = None
 
@@ -54,7 +54,7 @@ class Context:
 
 @functools.partial(jax.jit, static_argnames="scale")
 def _paged(q, k, v, cache, at, *, scale):
-  """Writes keys and values at their slots, and attends to all that is there."""
+  """Write keys and values at their slots, and attend to all of the cache."""
   cache = cache.at[0, at].set(k).at[1, at].set(v)
   scores = jnp.einsum("td,sd->ts", q, cache[0]) * scale
   scores = jnp.where(jnp.arange(cache.shape[1]) <= at[:, None], scores, -jnp.inf)
@@ -109,7 +109,7 @@ def _model():
 
 
 def _reference(model, ids):
-  """Logits of the last token, all tokens at once, on the CPU."""
+  """Return the logits of the last token, computed for all tokens on the CPU."""
   x = model.embed(ids)
   for layer in model.layers:
     q, k, v = layer.qkv(x).chunk(3, -1)
@@ -119,7 +119,7 @@ def _reference(model, ids):
 
 
 def test_a_step_threads_caches_through_a_functional_call(model, mesh):
-  """Weights and buffers are operands, caches are donated and come back."""
+  """Weights and buffers are operands; caches are donated and returned."""
   ids = torch.tensor([1, 5, 2, 7])
   expected = _reference(model, ids)
   placed = {}

@@ -1,4 +1,4 @@
-"""Lines that programs written for upstream have here and there, one a row."""
+"""Single lines of programs for upstream, one a row."""
 
 import collections
 import copy
@@ -45,7 +45,7 @@ def _sharding():
 
 
 def _numbers(value):
-  """A result without tensors and arrays."""
+  """Convert the tensors and arrays of a result to numbers."""
   if isinstance(value, torch.Tensor | jax.Array):
     return value.tolist()
   if isinstance(value, tuple | list):

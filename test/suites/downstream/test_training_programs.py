@@ -1,6 +1,6 @@
-"""What training programs do: sharded weights, steps of JAX, layers in a scan, optax.
+"""Training programs: sharded weights, steps of JAX, layers in a scan, optax.
 
-In the manner of scripts that train language models on TPUs with torch modules.
+They resemble scripts that train language models on TPUs with torch modules.
 """
 
 import functools
@@ -73,7 +73,7 @@ def _gradients(net):
 
 
 def test_weights_are_made_shard_by_shard(net, mesh):
-  """The model is made on meta; each shard is cut when its device asks for it."""
+  """The model is made on meta; each shard is cut when its device requests it."""
   state = net.state_dict()
 
   def placed(tensor):

@@ -1,4 +1,4 @@
-"""What programs ask of tensors inside the transforms of `torch.func`."""
+"""Queries of tensors inside the transforms of `torch.func`."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Lowerings are called by upstream's names, with arguments in upstream's order."""
+"""Lowerings called by upstream's names, with arguments in upstream's order."""
 
 import importlib.util
 import inspect
@@ -20,7 +20,7 @@ ROOT = HERE.parents[2]
 FACTS = json.loads((ROOT / "test" / "upstream_names.json").read_text())
 PLACES = {"lowerings": jaten, "functions": jtorch}
 
-# What torch passes and no array has; here it is given by its name, or ignored.
+# Arguments that torch passes and arrays lack; here they are keywords or ignored.
 OPTIONS = {
   *("dtype", "layout", "device", "pin_memory", "memory_format", "requires_grad"),
   *("generator", "env", "out"),
@@ -34,7 +34,7 @@ EACH = [
 
 
 def _upstreams_places(parameters: str) -> tuple[int, int]:
-  """How many arguments upstream's function needs in their places, and takes."""
+  """Return the least and greatest number of positional arguments upstream."""
   words = parameters.split()
   positional = words[: words.index("*")] if "*" in words else words
   names = [w for w in positional if not w.startswith("*")]
@@ -43,7 +43,7 @@ def _upstreams_places(parameters: str) -> tuple[int, int]:
 
 
 def _places(function) -> tuple[int, float]:
-  """How many positional arguments a function needs, and how many it takes."""
+  """Return the least and greatest number of positional arguments of a function."""
   parameters = list(inspect.signature(function).parameters.values())
   if hasattr(function, "__wrapped__") and parameters[0].name == "key":
     parameters = parameters[1:]  # a sampler, whose key is drawn for it
@@ -56,7 +56,8 @@ def _places(function) -> tuple[int, float]:
 
 def _takes_upstreams_places(function, parameters: str) -> bool:
   if parameters.startswith("*args"):
-    return True  # upstream's takes anything, which says nothing of a call
+    # Upstream's function takes any arguments, which tells nothing about calls.
+    return True
   (needed, most), (theirs, all_of_theirs) = (
     _places(function),
     _upstreams_places(parameters),
@@ -65,7 +66,7 @@ def _takes_upstreams_places(function, parameters: str) -> bool:
 
 
 def _section(page: str, title: str) -> str:
-  """The part of a page under a heading, up to the next one."""
+  """Return the part of a page under a heading, up to the next one."""
   found = re.search(rf"^#+ {re.escape(title)}\n(.*?)(?=^#|\Z)", page, re.S | re.M)
   assert found, title
   return found.group(1)
@@ -111,10 +112,10 @@ def _public():
 
 
 def _takes_upstreams_names(function, parameters: str) -> bool:
-  """Upstream's names are parameters here, and no other one is needed."""
+  """Return True if upstream's names are parameters here and no other is required."""
   try:
     ours = inspect.signature(function).parameters
-  except ValueError:  # torch's own, in C++
+  except ValueError:  # torch's own function, in C++
     return True
   theirs = {w.rstrip("=") for w in parameters.split() if not w.startswith("*")}
   if any(p.kind is p.VAR_KEYWORD for p in ours.values()):
@@ -149,7 +150,7 @@ def test_names_with_other_meaning_are_upstreams_and_in_changelog():
   assert len(listed) > 3
   words = set(re.findall(r"\w+", json.dumps(FACTS)))
   for row in listed:
-    # The names that a row starts with are what it is about.
+    # The row is about the names that it starts with.
     first = re.match(r"`([^`]+)`", row).group(1)
     assert first in NEWS, f"the changelog does not say {first}"
     assert words & set(re.findall(r"\w+", first)), f"upstream has no {first}"

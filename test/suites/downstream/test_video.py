@@ -1,8 +1,8 @@
-"""What pipelines of diffusion models do: parts compiled one by one, weights sharded.
+"""Pipelines of diffusion models: parts compiled one by one, weights sharded.
 
-In the manner of the scripts that run video models on TPUs: attention and convolution
-are replaced by functions of JAX, models of a pipeline are wrapped, and schedulers keep
-tensors in their attributes.
+They resemble scripts that run video models on TPUs. Functions of JAX replace attention
+and convolution, models of a pipeline are wrapped, and schedulers keep tensors in their
+attributes.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ def _mesh():
 
 @pytest.fixture(name="env")
 def _env():
-  """The default environment, whose operators are put back."""
+  """Return the default environment; restore its operators afterwards."""
   env = torchax.default_env()
   functions = (F.scaled_dot_product_attention, F.conv2d)
   before = {function: env._ops[function] for function in functions}
@@ -144,7 +144,7 @@ def test_an_output_class_is_registered_as_a_tree(transformer, env):
 
 
 def _flash(q, k, v, *, scale, mesh):
-  """Attention on the shards of the heads."""
+  """Attention on shards of the heads."""
 
   def on_shard(q, k, v):
     scores = jnp.einsum("bhtd,bhsd->bhts", q, k) * scale

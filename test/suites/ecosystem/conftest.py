@@ -1,4 +1,4 @@
-"""What the report of a run says about each test, for the table in the docs."""
+"""Properties of each test in the report, for the table in the docs."""
 
 import importlib.metadata
 
@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def said_in_the_report(request, record_property):
-  """The library of the test's file, its version, and the lines that change."""
+  """Record the library of the test's file, its version, and the lines that change."""
   module = request.module
   if hasattr(module, "LIBRARY"):
     record_property("library", module.LIBRARY)
@@ -17,6 +17,6 @@ def said_in_the_report(request, record_property):
 
 @pytest.fixture(autouse=True)
 def without_network(monkeypatch):
-  """Models are made of configurations; nothing is downloaded."""
+  """Forbid downloads: models are made from configurations."""
   for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "DIFFUSERS_OFFLINE"):
     monkeypatch.setenv(name, "1")

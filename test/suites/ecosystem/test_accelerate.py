@@ -1,4 +1,4 @@
-"""accelerate's loop on jax is the one on the CPU, with bf16 and saved states."""
+"""accelerate's training loop on jax equals the CPU's, with bf16 and saved states."""
 
 import importlib
 
@@ -22,7 +22,7 @@ STEPS = 4
 
 @pytest.fixture(autouse=True)
 def nothing_chosen(monkeypatch):
-  """No accelerator before a test, and none after it."""
+  """Clear accelerate's state before and after a test."""
   accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
   monkeypatch.delenv(integration.VARIABLE, raising=False)
   monkeypatch.setenv(integration.VARIABLE, "cpu")
@@ -34,7 +34,7 @@ def nothing_chosen(monkeypatch):
 
 
 class Run:
-  """A training as accelerate's documentation writes it."""
+  """Training as accelerate's documentation writes it."""
 
   def __init__(self, precision="no", dropout=0.0):
     self.accelerator = accelerate.Accelerator(mixed_precision=precision)
@@ -52,7 +52,7 @@ class Run:
     )
 
   def losses(self) -> list[float]:
-    """One epoch."""
+    """Train one epoch; return the losses."""
     found = []
     for points, targets in self.data:
       with self.accelerator.accumulate(self.model):
@@ -94,7 +94,7 @@ def test_losses_in_bf16_are_those_of_the_cpu():
   with run.accelerator.autocast():
     result = run.model[0](torch.ones(8, 4, device="jax"))
   assert result.dtype == torch.bfloat16
-  # Two roundings to 8 bits, at other places.
+  # Tolerance: two roundings to 8 bits, at other operations.
   assert run.losses() == pytest.approx(expected, rel=1e-2)
 
 
@@ -105,7 +105,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
   run.losses()
   run.accelerator.save_state(str(tmp_path))
   expected = run.losses()
-  # The same objects, and others that start anew.
+  # The same objects, and new ones.
   run.accelerator.load_state(str(tmp_path))
   assert run.losses() == expected
   accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)

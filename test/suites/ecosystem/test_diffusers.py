@@ -1,4 +1,4 @@
-"""diffusers' pipelines on jax give what they give on the CPU, from the same noise."""
+"""diffusers' pipelines on jax equal the CPU's, from the same noise."""
 
 import copy
 

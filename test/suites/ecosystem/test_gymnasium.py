@@ -1,4 +1,4 @@
-"""A loop over an environment of gymnasium trains a policy on jax as on the CPU."""
+"""Training of a policy in an environment of gymnasium on jax equals the CPU's."""
 
 import numpy as np
 import pytest
@@ -23,9 +23,9 @@ def environment():
 
 
 class Corridor(gymnasium.Env):
-  """Steps to the right are rewarded; an episode has a fixed length.
+  """Corridor in which steps to the right are rewarded; episodes have a fixed length.
 
-  So its shapes are those of the others, and each operation is compiled once.
+  So all episodes have equal shapes, and each operation is compiled once.
   """
 
   observation_space = gymnasium.spaces.Box(0, 1, (SIDE,), np.float32)
@@ -51,7 +51,7 @@ def _policy(device: str) -> nn.Module:
 
 
 def _train(device: str, choose, episodes: int) -> tuple[list, list]:
-  """REINFORCE; `choose` draws an action from logits. The returns, and the losses."""
+  """Train by REINFORCE; return the returns and losses. `choose` draws from logits."""
   world = Corridor()
   policy = _policy(device)
   optimizer = torch.optim.Adam(policy.parameters(), lr=0.1)
@@ -78,7 +78,7 @@ def _train(device: str, choose, episodes: int) -> tuple[list, list]:
 
 
 def _drawn_by_numpy():
-  """Draws that are the same on each device."""
+  """Draw an action with numpy, equal on each device."""
   source = np.random.default_rng(0)
 
   def choose(logits):

@@ -1,4 +1,4 @@
-"""Lightning's Trainer on jax is the one on the CPU, with bf16 and checkpoints."""
+"""Lightning's Trainer on jax equals the CPU's, with bf16 and checkpoints."""
 
 import importlib
 import subprocess
@@ -33,7 +33,7 @@ pytestmark = [
 
 
 class Network(pytorch.LightningModule):
-  """A small network that writes its losses down."""
+  """Small network that records its losses."""
 
   def __init__(self, dropout=0.0):
     super().__init__()
@@ -62,7 +62,7 @@ class Network(pytorch.LightningModule):
 
 
 def _fit(folder, epochs=2, dropout=0.0, resume=None, **options):
-  """A fitted network, and its Trainer."""
+  """Return a fitted network and its Trainer."""
   pytorch.seed_everything(0, verbose=False)
   network = Network(dropout)
   points = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))

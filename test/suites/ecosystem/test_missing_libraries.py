@@ -1,4 +1,4 @@
-"""A library that is missing or too old gives one error that says what to install."""
+"""A library that is missing or too old raises one error that says what to install."""
 
 import importlib
 import sys

@@ -1,4 +1,4 @@
-"""The programs of the page about libraries run, each by itself, without a network."""
+"""Programs of the page about libraries run, each by itself, without a network."""
 
 import os
 import re
@@ -16,7 +16,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def _programs() -> dict[str, str]:
-  """The blocks of each section, one program."""
+  """Return the blocks of each section, joined to one program."""
   _, *parts = HEADING.split(PAGE.read_text(encoding="utf-8"))
   sections = dict(zip(parts[::2], parts[1::2], strict=True))
   joined = {title: "\n".join(BLOCK.findall(text)) for title, text in sections.items()}

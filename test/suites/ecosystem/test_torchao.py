@@ -1,4 +1,4 @@
-"""torchao's weights of eight bits on jax give what they give on the CPU."""
+"""torchao's 8-bit weights on jax give the CPU's results."""
 
 import copy
 
@@ -60,7 +60,7 @@ def test_a_model_is_quantized_on_jax(config, is_on):
     quantization.quantize_(model, CONFIGS[config]())
     actual = model(POINTS.to("jax"))
   assert model[0].weight.qdata.device.type == "jax"
-  # A quotient in the middle of two integers is rounded to one or the other.
+  # A quotient halfway between two integers is rounded to either.
   torch.testing.assert_close(actual.cpu(), expected, atol=5e-3, rtol=1e-2)
 
 

@@ -1,4 +1,4 @@
-"""torchmetrics on jax gives what it gives on the CPU."""
+"""torchmetrics on jax give the CPU's results."""
 
 import importlib
 
@@ -70,7 +70,7 @@ ROWS = {
     LABELS,
   ),
 }
-# They ask for `dtype == torch.int64`, and jax tensors are as wide as JAX's integers.
+# They check `dtype == torch.int64`, and jax tensors are as wide as JAX's integers.
 WIDE = {
   "Perplexity": (torchmetrics.text.Perplexity, SCORES[None], LABELS[None]),
   "RetrievalMAP": (torchmetrics.retrieval.RetrievalMAP, CHANCES, HITS, QUERIES),

@@ -1,4 +1,4 @@
-"""transformers' Trainer on jax is the one on the CPU, with bf16 and checkpoints."""
+"""transformers' Trainer on jax equals the CPU's, with bf16 and checkpoints."""
 
 import importlib
 
@@ -22,7 +22,7 @@ STEPS, SAVED = 4, 2
 
 @pytest.fixture(autouse=True)
 def nothing_chosen(monkeypatch):
-  """The library as it was imported, before and after a test."""
+  """Restore the state of the library before and after a test."""
   arguments = importlib.import_module("transformers.training_args")
   trainer = importlib.import_module("transformers.trainer")
   monkeypatch.setattr(
@@ -38,13 +38,13 @@ def nothing_chosen(monkeypatch):
 
 
 def _use_jax():
-  """After a training on the CPU too: what a program does once, before all others."""
+  """Choose jax after a training on the CPU; a program does so once, at its start."""
   accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
   integration.use_jax()
 
 
 class Sentences(torch.utils.data.Dataset):
-  """The numbers of eight words each, with themselves as labels."""
+  """Data set of sentences of eight words, which are their own labels."""
 
   def __len__(self):
     return 2 * STEPS
@@ -119,7 +119,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
   _use_jax()
   whole = _trained(tmp_path / "whole", dropout=0.3)
   checkpoint = tmp_path / "whole" / f"checkpoint-{SAVED}"
-  torch.manual_seed(1)  # the rest draws what the checkpoint says
+  torch.manual_seed(1)  # the checkpoint determines the rest of the draws
   rest = _trained(tmp_path / "rest", resume=str(checkpoint), dropout=0.3)
   assert _losses(rest) == _losses(whole)
   for name, value in whole.model.state_dict().items():

@@ -1,7 +1,8 @@
 """Short programs as users of PyTorch and its libraries write them, a field a file.
 
-A program is a function of a device. It returns what must agree with CPU torch: numbers,
-tensors, and for draws the truth of a law. `run.py` runs one in a process of its own.
+A program is a function of a device. It returns the values to compare with CPU torch:
+numbers, tensors, and for draws the truth of a law. `run.py` runs one in a process of
+its own.
 """
 
 import dataclasses
@@ -16,15 +17,15 @@ THREE_LINES = 3
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-  """One program, and how it is compared.
+  """One program and its comparison.
 
   Attributes:
     run: device -> values by name.
-    title: in the table of the docs.
+    title: title in the table of the docs.
     library: the package that it imports, or None.
-    lines: how many lines change for jax.
+    lines: number of lines that change for jax.
     rtol, atol: tolerances of its values.
-    fails: why it is expected to fail, or None.
+    fails: reason of an expected failure, or None.
   """
 
   run: Callable[[str], Mapping[str, Any]]

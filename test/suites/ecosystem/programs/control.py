@@ -1,6 +1,6 @@
-"""Programs that learn from rewards: REINFORCE, actor and critic, reward to go.
+"""Reinforcement learning: REINFORCE, actor and critic, reward to go.
 
-The world is a corridor: steps to the right are rewarded.
+The environment is a corridor in which steps to the right are rewarded.
 """
 
 import random
@@ -15,7 +15,7 @@ F = nn.functional
 
 
 class Corridor:
-  """A state of four numbers; an episode ends at either end or after 12 steps."""
+  """Corridor with a state of four numbers; it ends at either end or after 12 steps."""
 
   def __init__(self):
     self.source = np.random.default_rng(0)
@@ -74,7 +74,7 @@ def reinforce(device):
 
 
 class ActorCritic(nn.Module):
-  """Two heads on one layer."""
+  """Model with two heads on one layer."""
 
   def __init__(self):
     super().__init__()

@@ -8,7 +8,7 @@ F = nn.functional
 
 
 def _graph(nodes: int = 12):
-  """A ring with chords, both directions of each edge, and features."""
+  """Return a ring with chords, both directions of each edge, and features."""
   a = torch.arange(nodes)
   pairs = torch.cat(
     [torch.stack([a, (a + 1) % nodes]), torch.stack([a, (a * 5) % nodes])], 1
@@ -31,7 +31,7 @@ def _train(model, inputs, labels, steps: int = 4):
 
 
 class Messages(nn.Module):
-  """Mean and maximum of the neighbours by scatter, degrees by bincount."""
+  """Layer of the mean and maximum of neighbours by scatter, and degrees by bincount."""
 
   def __init__(self, width: int, out: int):
     super().__init__()

@@ -1,4 +1,4 @@
-"""Programs on text: transformers and recurrent networks that learn and generate."""
+"""Programs on text: transformers and recurrent networks that train and generate."""
 
 import math
 
@@ -36,7 +36,7 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-  """Pre-norm attention and MLP."""
+  """Layer of pre-norm attention and MLP."""
 
   def __init__(self, width: int, heads: int, block: int):
     super().__init__()
@@ -52,7 +52,7 @@ class Layer(nn.Module):
 
 
 class GPT(nn.Module):
-  """A small GPT whose output weights are its token embeddings."""
+  """Small GPT whose output weights are its token embeddings."""
 
   def __init__(self, width=32, heads=4, layers=2, block=16):
     super().__init__()

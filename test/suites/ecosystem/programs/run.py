@@ -14,7 +14,7 @@ import torchax
 
 
 def _plain(value):
-  """A value as JSON has it; tensors become nested lists."""
+  """Convert a value for JSON; tensors become nested lists."""
   if isinstance(value, torch.Tensor):
     return value.detach().cpu().double().tolist()
   return value
@@ -28,7 +28,7 @@ def _timed(run, device: str):
 
 
 def main(name: str) -> None:
-  """Entry point."""
+  """Run the program named on the command line."""
   run = load()[name].run
   report = {}
   for device in ("cpu", "jax"):

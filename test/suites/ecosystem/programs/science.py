@@ -1,4 +1,4 @@
-"""Programs of scientific work: differential equations, Gaussian processes, geometry."""
+"""Scientific programs: differential equations, Gaussian processes, geometry."""
 
 import math
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 class Oscillator(nn.Module):
-  """A small network as the right-hand side of an equation."""
+  """Small network as the right-hand side of a differential equation."""
 
   def __init__(self):
     super().__init__()

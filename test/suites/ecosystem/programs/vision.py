@@ -9,7 +9,7 @@ F = nn.functional
 
 
 class Digits(nn.Module):
-  """Two convolutions and two linear layers."""
+  """Network of two convolutions and two linear layers."""
 
   def __init__(self):
     super().__init__()
@@ -26,7 +26,7 @@ class Digits(nn.Module):
 
 
 def _striped_images(count: int):
-  """Images whose bright row is their class."""
+  """Return images whose bright row is their class."""
   labels = torch.arange(count) % 10
   images = 0.1 * torch.randn(count, 1, 14, 14)
   images[torch.arange(count), 0, labels] += 1
@@ -77,7 +77,7 @@ class DropPath(nn.Module):
 
 
 class Block(nn.Module):
-  """Pre-norm attention and MLP with layer scale."""
+  """Block of pre-norm attention and MLP with layer scale."""
 
   def __init__(self, dim: int, heads: int, drop_path: float):
     super().__init__()
@@ -103,7 +103,7 @@ class Block(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-  """Patches, a class token, positions that are resized to the image."""
+  """Transformer on patches, with a class token and positions resized to the image."""
 
   def __init__(self, dim=32, depth=2, heads=4, classes=5, drop_path=0.0):
     super().__init__()
@@ -226,7 +226,7 @@ def residual_network(device):
 
 
 class Autoencoder(nn.Module):
-  """A variational autoencoder of two linear layers each way."""
+  """Variational autoencoder of two linear layers each way."""
 
   def __init__(self):
     super().__init__()

@@ -1,4 +1,4 @@
-"""Programs that load weights part by part and free them, as inference engines do."""
+"""Programs that load weights shard by shard and free them, as inference engines do."""
 
 import pathlib
 import tempfile
@@ -11,7 +11,7 @@ F = nn.functional
 
 
 class Fused(nn.Module):
-  """A linear layer whose weight is filled from parts; a loader is on the parameter."""
+  """Linear layer whose weight is filled from shards; the parameter has a loader."""
 
   def __init__(self, width: int, parts: tuple[str, ...]):
     super().__init__()
