@@ -18,7 +18,7 @@ jax.monitoring.register_event_duration_secs_listener(_record)
 
 
 @contextlib.contextmanager
-def noted() -> Iterator[list[str]]:
+def recorded() -> Iterator[list[str]]:
   """Return a list that gets an entry for each program compiled inside the block."""
   events: list[str] = []
   _open.append(events)

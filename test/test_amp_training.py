@@ -156,7 +156,7 @@ def test_compiled_backward_uses_autocast_of_its_forward():
     x = SQUARE.to("jax").requires_grad_()
     with _autocast("jax"):
       out = function(x)
-    # Autocast is off by now, yet the second derivative is that of the first.
+    # Autocast is off by now, yet the second derivative differentiates the first.
     (first,) = torch.autograd.grad(out, x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x)
     seconds.append(second.cpu())

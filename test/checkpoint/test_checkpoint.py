@@ -1,4 +1,4 @@
-"""Checkpoints restore what was saved, bit for bit, also in another process."""
+"""Checkpoints restore the saved state, bit for bit, also in another process."""
 
 import collections
 import json

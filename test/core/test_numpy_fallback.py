@@ -49,11 +49,11 @@ MOVES = {
 def test_the_numpy_fallback_the_bits_of_the_program(move, dtype, monkeypatch):
   x = given(next(SIZE), 4, dtype=dtype)
   there = x.to("jax")
-  with compile_events.noted() as events:
+  with compile_events.recorded() as events:
     found = move(there)
   assert not events
   monkeypatch.setattr(numpy_fallback, "PROGRAM", 1)  # the cost is paid by now
-  with compile_events.noted() as events:
+  with compile_events.recorded() as events:
     compiled = move(there)
   assert events
   for result in (found, compiled):
@@ -77,7 +77,7 @@ def test_shapes_that_come_often_get_a_program(monkeypatch):
   x = given(next(SIZE), 3).to("jax")
   counts = []
   for _ in range(5):
-    with compile_events.noted() as events:
+    with compile_events.recorded() as events:
       torch.cat((x, x))
     counts.append(len(events))
   assert counts == [0, 0, 1, 0, 0]
@@ -87,7 +87,7 @@ def test_the_more_bytes_the_sooner_there_is_a_program():
   x = torch.ones(numpy_fallback.MOST_BYTES // 8, device="jax")
   counts = []
   for _ in range(4):
-    with compile_events.noted() as events:
+    with compile_events.recorded() as events:
       torch.cat((x, x))
     counts.append(len(events))
   assert counts == [0, 0, 1, 0]
@@ -95,14 +95,14 @@ def test_the_more_bytes_the_sooner_there_is_a_program():
 
 def test_many_bytes_are_left_to_a_program():
   x = torch.ones(numpy_fallback.MOST_BYTES // 4 + 1, device="jax")
-  with compile_events.noted() as events:
+  with compile_events.recorded() as events:
     torch.cat((x, x))
   assert len(events) == 1
 
 
 def test_few_bytes_of_many_are_moved_by_the_host():
   x = torch.ones(2, numpy_fallback.MOST_BYTES // 4, device="jax")
-  with compile_events.noted() as events:
+  with compile_events.recorded() as events:
     torch.cat((x[:, : next(SIZE)], x[:, :3]), 1)
   assert not events
 
@@ -177,7 +177,7 @@ TRANSFERS = {
 def test_moving_to_jax_compiles_nothing(move):
   with torch.device("cpu"):
     move(next(SIZE))  # compiles the programs that a move needs
-    with compile_events.noted() as events:
+    with compile_events.recorded() as events:
       moved = move(next(SIZE))
   assert moved.device.type == "jax"
   assert not events
@@ -247,7 +247,7 @@ def test_subnormal_numbers_are_left_to_the_program(scale, monkeypatch):
 def test_quotient_by_a_number_is_left_to_the_program():
   """XLA multiplies by the reciprocal, which rounds twice."""
   x = given(next(SIZE), 4).to("jax")
-  with compile_events.noted() as events:
+  with compile_events.recorded() as events:
     x / 3
   assert len(events) == 1
 
@@ -255,7 +255,7 @@ def test_quotient_by_a_number_is_left_to_the_program():
 def test_elements_of_a_tensor_share_a_program():
   """Arithmetic of single elements compiles nothing while shapes are new."""
   x = given(next(SIZE), 6).to("jax")
-  with compile_events.noted() as events:
+  with compile_events.recorded() as events:
     total = sum(x[n, n % 6] * x[n + 1, 0] for n in range(12))
   assert not events
   cpu = x.cpu()
@@ -272,7 +272,7 @@ def test_reads_of_views_compile_nothing_while_shapes_are_new():
     lambda t: t[5, 2],
     lambda t: t.flatten()[7:],
   )
-  with compile_events.noted() as events:
+  with compile_events.recorded() as events:
     found = [read(there).cpu() for read in reads]
     length = torch.arange(3, 3 + 2 * len(x), 2, device="jax")
   assert not events

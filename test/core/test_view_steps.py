@@ -156,7 +156,7 @@ def test_as_strided_without_size_keeps_the_shape():
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax_jit])
 def test_a_write_to_a_detached_tensor_is_unknown_to_derivatives(wrap):
-  """As in torch, the clamped values keep the derivative of the old values."""
+  """The clamped values keep the derivative of the old values, as in torch."""
 
   def loss(x):
     doubled = x * 2

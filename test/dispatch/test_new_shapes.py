@@ -56,7 +56,7 @@ def test_shared_bits_equal_those_of_one_program(draw, monkeypatch):
 
 def test_other_shapes_share_the_program_of_bits():
   F.dropout(ones(next(SIZE)), 0.3)
-  with compile_events.noted() as first:
+  with compile_events.recorded() as first:
     F.dropout(ones(next(SIZE)), 0.3)
   # Only dropout itself is compiled: the program of up to 1024 words exists already.
   assert len(first) == 1
@@ -67,7 +67,7 @@ def test_frequent_shapes_get_one_program(monkeypatch):
   x = ones(next(SIZE))
   counts = []
   for _ in range(6):
-    with compile_events.noted() as events:
+    with compile_events.recorded() as events:
       F.dropout(x, 0.3)
     counts.append(len(events))
   assert counts[1:] == [0, 0, 1, 0, 0]

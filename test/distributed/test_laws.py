@@ -1,8 +1,8 @@
-"""Losses and masks of a transformer are those of one device, on any number of them.
+"""Training of a transformer equals one device, on any number of devices.
 
 `training.py` trains it with data, FSDP, tensor and mixed sharding. Masks are equal bit
-for bit. Losses are equal up to the order in which numbers are added: XLA adds what the
-devices have found in another order than one device adds all of it.
+for bit. Losses are equal up to the order of sums: XLA adds partial sums of the devices,
+and one device adds all terms.
 """
 
 import collections
@@ -21,7 +21,8 @@ OF_EIGHT = ("data:8", "fsdp:8", "tensor:8", "mixed:8")
 RUNS = ("data:2", "mixed:4", *OF_EIGHT)
 STEPS = 4
 
-# Sums of 64 terms and of a few layers, in another order: a few roundings of float32.
+# Tolerance for sums of 64 terms through a few layers, added in another order: a few
+# roundings of float32.
 ROUNDINGS = 4e-6
 
 
@@ -32,20 +33,20 @@ def _read(done, out) -> dict:
 
 @pytest.fixture(scope="module")
 def of_one(tmp_path_factory) -> dict:
-  """What one process of eight devices finds, by run."""
+  """Return the losses and masks of one process of eight devices, by run."""
   out = tmp_path_factory.mktemp("laws") / "found.json"
   return _read(worlds.alone(8, TRAINING, out, ONE, *RUNS, "--moved"), out)
 
 
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory) -> dict:
-  """What two processes of four devices find, by run."""
+  """Return the losses and masks of two processes of four devices, by run."""
   return _of_several(2, 4, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def of_four(tmp_path_factory) -> dict:
-  """What four processes of two devices find, by run."""
+  """Return the losses and masks of four processes of two devices, by run."""
   return _of_several(4, 2, tmp_path_factory)
 
 
@@ -92,7 +93,7 @@ WHETHER_AN_INDEX_IS_WRONG = Collective("all-reduce", 1, "jit(step)/reduce_or")
 
 
 def _of_kinds(collectives) -> dict[str, tuple[int, int]]:
-  """How many there are of each kind, and their bytes."""
+  """Return the number of collectives of each kind, and their bytes."""
   found = [Collective(*one) for one in collectives]
   found = [one for one in found if one != WHETHER_AN_INDEX_IS_WRONG]
   counts = collections.Counter(one.kind for one in found)

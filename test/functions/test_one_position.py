@@ -82,7 +82,7 @@ def test_each_number_of_keys_matches_torch(call):
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_numbers_of_keys_share_programs(call):
   torchax.clear_caches()
-  with compile_events.noted() as events:
+  with compile_events.recorded() as events:
     on_jax(*call(5))
     before = len(events)
     for length in range(6, 33):

@@ -1,4 +1,4 @@
-"""Non-maximum suppression keeps what a loop over sorted boxes keeps."""
+"""Non-maximum suppression, compared with a loop over sorted boxes."""
 
 import jax
 import jax.numpy as jnp

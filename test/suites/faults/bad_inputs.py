@@ -1,8 +1,7 @@
-"""Bad inputs of every operator, made of good ones: shapes, dimensions, dtypes, indices.
+"""Bad inputs of every operator, made from good ones: shapes, dims, dtypes, indices.
 
-Each mutation takes (args, kwargs) of a sample and gives another pair, or None where it
-does not apply. What CPU torch makes of it decides whether it is bad, and `fault` what
-is wrong about what jax makes of it.
+Each mutation maps (args, kwargs) of a sample to another pair, or to None if it does not
+apply. CPU torch decides which inputs are bad; `fault` describes mistakes of jax.
 """
 
 import contextlib
@@ -15,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 BEYOND = 97
 
-# CPU torch ends the process, by a signal.
+# Inputs with which CPU torch ends the process by a signal.
 CRASHES = ("_segment_reduce.offsets",)
 
 
@@ -24,7 +23,7 @@ def _tensors(leaves) -> list[int]:
 
 
 def _replacing(which: Callable, change: Callable) -> Callable:
-  """A mutation of the leaf at the place that `which(leaves)` names."""
+  """Return a mutation of the leaf whose index `which(leaves)` returns."""
 
   def mutate(given):
     leaves, spec = pytree.tree_flatten(given)
@@ -62,7 +61,7 @@ def _index_tensor(leaves):
 
 
 def _longer(tensor):
-  """Three more elements along the last dimension."""
+  """Return three more elements along the last dimension."""
   if not tensor.dim():
     return tensor.new_ones(3)
   tail = tensor.new_ones((*tensor.shape[:-1], 3))
@@ -107,7 +106,7 @@ MUTATIONS: dict[str, Callable] = {
 
 
 def of(sample) -> Iterator[tuple[str, tuple]]:
-  """(name, (args, kwargs)) of each mutation that applies to a sample of `op_db`."""
+  """Yield (name, (args, kwargs)) of each mutation that applies to a sample."""
   given = ((sample.input, *sample.args), sample.kwargs)
   for name, mutate in MUTATIONS.items():
     mutated = mutate(given)
@@ -115,12 +114,12 @@ def of(sample) -> Iterator[tuple[str, tuple]]:
       yield name, mutated
 
 
-# CPU torch has no kernel for the dtype, or for two dtypes together.
+# Messages of CPU torch about a missing kernel for a dtype, or a pair of dtypes.
 _NO_KERNEL = re.compile(
   "not implemented for '|expected scalar type|mixed dtype \\(CPU\\)|dtypes on CPU"
 )
 
-# JAX's, XLA's and Python's own words, which say nothing of what was wrong.
+# Messages of JAX, XLA and Python that do not describe the mistake.
 _SENSELESS = re.compile(
   "tuple index out of range|unsupported operand|Tracer|ShapedArray|maximum recursion"
   "|MLIR|XLA|stablehlo|INTERNAL|SmallVector|setStorage"
@@ -130,7 +129,7 @@ _SENSELESS = re.compile(
   "|does not accept dtype .* at position|bad_alloc|broadcast_in_dim|has no attribute"
 )
 
-# What jax takes, or refuses by another class, by (operator, mutation): the reason.
+# (operator, mutation) that jax accepts, or refuses with another class -> reason.
 _NARROW = "without x64 torch.int64 is held in 32 bits, as torch.int32 is"
 _NORMS = "torch's own error is of a C++ container; ours names the operation"
 _CHUNKED = "on jax these are made of `mm` and `nll_loss`, whose errors they have"
@@ -169,18 +168,18 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
   },
 }
 
-# What torch raises for arguments.
+# Errors that torch raises for arguments.
 _OF_ARGUMENTS = (RuntimeError, IndexError, ValueError, TypeError)
 SECONDS = 60
 
 
 class NotInTime(BaseException):
-  """A call has not ended; no `Exception`, which could be taken for a refusal."""
+  """Error of a call that has not ended; an `Exception` would count as a refusal."""
 
 
 @contextlib.contextmanager
 def in_time() -> Iterator[None]:
-  """Raises NotInTime where the block takes more than `SECONDS`."""
+  """Raise NotInTime if the block takes more than `SECONDS`."""
 
   def late(*_):
     raise NotInTime(f"no result after {SECONDS} s")
@@ -195,16 +194,16 @@ def in_time() -> Iterator[None]:
 
 
 def is_of_kernels(error: Exception) -> bool:
-  """True where CPU torch has refused a dtype that another device may have."""
+  """Return True if CPU torch has refused a dtype that another device may have."""
   return _NO_KERNEL.search(str(error)) is not None
 
 
 def fault(expected: Exception, found: Exception | None) -> str | None:
-  """What is wrong with how jax has taken an input; None if nothing is.
+  """Describe the mistake in how jax has handled an input; return None if there is none.
 
   Args:
-    expected: what CPU torch has raised.
-    found: what came on jax.
+    expected: error that CPU torch has raised.
+    found: result or error of jax.
   """
   if found is None:
     return None if is_of_kernels(expected) else "taken"

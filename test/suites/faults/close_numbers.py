@@ -1,9 +1,9 @@
-"""Calls of operators with numbers close to those of a sample, and programs they need.
+"""Calls of operators with numbers close to those of a sample, and their programs.
 
-A sample of `op_db` is run on jax with its gradient, and each ATen operation that it
-consists of is called again with other numbers in place of one of its own: `count`
-says how many programs each of these takes. CPU torch decides which numbers are tried:
-those that leave shapes and dtypes of the results as they are.
+A sample of `op_db` runs on jax with its gradient. Each ATen operation in it is called
+again with one of its numbers replaced, and `count` returns how many programs the
+numbers take. The numbers tried are those with which CPU torch gives results of the same
+shapes and dtypes.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ _INT32 = range(-(2**31), 2**31)
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-  """A call of an ATen operation, or of an operator of `op_db`."""
+  """Call of an ATen operation, or of an operator of `op_db`."""
 
   func: Callable
   args: tuple
@@ -36,18 +36,18 @@ class Call:
 
   @property
   def name(self) -> str:
-    """Such as `aten.roll`, or the operator's in `op_db`."""
+    """Name such as `aten.roll`, or the name in `op_db`."""
     if isinstance(self.func, OpOverload):
       return f"{self.func.namespace}.{self.func.overloadpacket.__name__}"
     return self.func.name
 
   @property
   def key(self):
-    """What calls of one overload share; of one operator of `op_db`, its name."""
+    """Key shared by calls of one overload; for an operator of `op_db`, its name."""
     return self.func if isinstance(self.func, OpOverload) else self.name
 
   def given(self) -> dict[str, object]:
-    """The arguments by name, as the schema has it."""
+    """Arguments by their names in the schema."""
     if isinstance(self.func, OpOverload):
       names = [argument.name for argument in self.func._schema.arguments]
     else:
@@ -59,11 +59,11 @@ class Call:
     return [name for name, value in self.given().items() if _is_number(_first(value))]
 
   def number(self, name: str):
-    """The number of that name."""
+    """Return the number of that name."""
     return _first(self.given()[name])
 
   def with_number(self, name: str, number) -> "Call":
-    """The same call with another number, at the front where there is a list."""
+    """Return the call with another number, in a list as the first element."""
 
     def replaced(value):
       is_list = isinstance(value, list | tuple)
@@ -77,12 +77,12 @@ class Call:
     return dataclasses.replace(self, args=args)
 
   def on(self, device: str) -> "Call":
-    """The same call with copies of its tensors."""
+    """Return the call with copies of its tensors on a device."""
     args, kwargs = copied((self.args, self.kwargs), device)
     return dataclasses.replace(self, args=tuple(args), kwargs=kwargs)
 
   def run(self):
-    """The results."""
+    """Run the call; return the results."""
     torch.manual_seed(0)
     with torch.no_grad():
       return self.func(*self.args, **self.kwargs)
@@ -97,7 +97,7 @@ def _is_number(value) -> bool:
 
 
 class _Recorder(TorchDispatchMode):
-  """Notes the ATen operations that arrive at jax."""
+  """Mode that records the ATen operations that arrive at jax."""
 
   def __init__(self):
     super().__init__()
@@ -109,13 +109,13 @@ class _Recorder(TorchDispatchMode):
 
 
 def calls_of(op, sample) -> list[Call]:
-  """The operations of an operator of `op_db` and of its gradient, and itself."""
+  """Return an operator of `op_db` and the operations of it and of its gradient."""
   whole = Call(op, (sample.input, *sample.args), sample.kwargs)
   args, kwargs = copied(
     (whole.args, whole.kwargs), "jax", requires_grad=op.supports_autograd
   )
   recorder = _Recorder()
-  # What jax refuses is for other tests; here it only is not called again.
+  # Other tests are about refusals; here the call is only left out.
   with torchax.default_env(), recorder, contextlib.suppress(Exception):
     results = [t for t in tensors_of(op(*args, **kwargs)) if t.requires_grad]
     if results:
@@ -125,7 +125,7 @@ def calls_of(op, sample) -> list[Call]:
 
 
 def close_to(number) -> list:
-  """Numbers near one, of its type."""
+  """Return numbers of the same type near a number."""
   if type(number) is int:
     return [number + step for step in (*range(-5, 0), *range(1, 13))]
   return [number + 0.013 * step for step in (*range(-6, 0), *range(1, 7))]
@@ -139,12 +139,12 @@ def _forms(result) -> list:
 
 
 def alternatives(call: Call, name: str) -> list:
-  """Numbers by which CPU torch gives results of the same form."""
+  """Return numbers with which CPU torch gives results of the same form."""
   on_cpu = call.on("cpu")
   try:
     expected = _forms(on_cpu.run())
   except Exception:
-    return []  # an operation of jax alone
+    return []  # an operation of jax only
   found = []
   for number in close_to(call.number(name)):
     try:
@@ -157,16 +157,16 @@ def alternatives(call: Call, name: str) -> list:
 
 
 def is_growing(call: Call, name: str) -> bool | None:
-  """Whether every number takes a program of its own, where a few special ones may.
+  """Return True if every number takes a program of its own, a few special ones aside.
 
-  None where too few numbers can be tried.
+  Return None if too few numbers can be tried.
   """
   found = _counts(call, name)
   return all(found) if found else None
 
 
 def _counts(call: Call, name: str) -> list[int]:
-  """Programs that each of the `alternatives` takes after the first two."""
+  """Return the programs that each of the `alternatives` takes after the first two."""
   found = []
   for number in alternatives(call, name):
     moved = call.with_number(name, number).on("jax")
@@ -175,15 +175,15 @@ def _counts(call: Call, name: str) -> list[int]:
       try:
         moved.run()
       except Exception:
-        continue  # what jax refuses is for other tests
+        continue  # other tests are about refusals
     found.append(program_limit.count() - before)
   return found[FEWEST - 1 :]
 
 
 def places(calls) -> Iterator[tuple[Call, str]]:
-  """Each operation with each of its numbers; of the operator itself those with floats.
+  """Yield each operation with each of its numbers; of the operator itself, its floats.
 
-  Its integers are varied where they arrive, as the schemas name them.
+  The operator's integers are varied in the operations, as the schemas name them.
   """
   for call in calls:
     for name in call.numbers():

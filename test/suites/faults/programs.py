@@ -1,4 +1,4 @@
-"""Programs that are run in processes of their own."""
+"""Programs that run in processes of their own."""
 
 import os
 import subprocess
@@ -6,10 +6,10 @@ import sys
 
 
 def run(program: str, seconds: float = 120, **environment: str) -> str:
-  """Runs a program; returns what it printed.
+  """Run a program; return its output.
 
   Raises:
-    AssertionError: it failed, or took longer than that: it hangs.
+    AssertionError: it failed, or hangs: it exceeded the time limit.
   """
   try:
     result = subprocess.run(

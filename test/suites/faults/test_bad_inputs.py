@@ -1,9 +1,9 @@
-"""What CPU torch refuses of every operator is refused on jax, by its class of error.
+"""Inputs that CPU torch refuses are refused on jax by every operator, by error class.
 
-Inputs are made wrong by `bad_inputs.py`; CPU torch says which of them are wrong. Where
-it only lacks a kernel for a dtype JAX may have one. Everything else is refused, by
-torch's class, in words that a user can make sense of, and in time. The quick form takes
-some operators of each kind, `make test-bad-inputs` all.
+`bad_inputs.py` makes inputs wrong; CPU torch decides which are wrong. If it only lacks
+a kernel for a dtype, JAX may have one. All other inputs are refused in time, with
+torch's error class and a message that a user understands. The quick form takes some
+operators of each kind, `make test-bad-inputs` all.
 """
 
 import os
@@ -28,7 +28,7 @@ IS_FULL = os.environ.get("TORCHAX_BAD_INPUTS") == "all"
 
 
 def _copied(given, device):
-  """The arguments on a device; None where 32 bits do not hold them."""
+  """Copy arguments to a device; return None if 32 bits do not hold them."""
   try:
     return copied(given, device)
   except OverflowError:

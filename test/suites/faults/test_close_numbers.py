@@ -1,8 +1,8 @@
-"""Another number is no other program, unless a table here says why it is.
+"""Another number takes no other program, unless a table here has a reason.
 
-`close_numbers.py` calls each operation with numbers that leave its results' shapes as
-they are. The first may be compiled for, and the second brings the program of all
-others. The quick form takes some operators, `make test-close-numbers` all.
+`close_numbers.py` calls each operation with numbers that keep the shapes of its
+results. The first number may be compiled as a constant; the second compiles the program
+of all others. The quick form takes some operators, `make test-close-numbers` all.
 """
 
 import os
@@ -17,7 +17,7 @@ _WINDOWS = "windows: how far they reach decides what is padded and how often is 
 _SIZES = "a size, which follows from those of the tensors"
 _CHOICES = "one of a few choices that torch numbers"
 
-# By the name of the argument: the reason, and an operator that shows it.
+# Name of the argument -> (reason, an operator that shows it).
 NAMES: dict[str, tuple[str, str]] = {
   "dim": (_AXES, "cumsum"),
   "dims": (_AXES, "roll"),
@@ -42,7 +42,7 @@ NAMES: dict[str, tuple[str, str]] = {
 _INTERNAL = "torch's decompositions alone call it, with one fill each"
 _REACH = "how far it reaches into the memory is checked for each program"
 
-# By operation and argument.
+# (operation, argument) -> (reason, an operator that shows it).
 EXCEPTIONS: dict[tuple[str, str], tuple[str, str]] = {
   ("aten.mvlgamma", "p"): ("a sum of p terms", "mvlgamma.mvlgamma_p_1"),
   ("aten.rot90", "k"): ("quarter turns, of which there are four", "rot90"),
@@ -52,7 +52,7 @@ EXCEPTIONS: dict[tuple[str, str], tuple[str, str]] = {
   ("aten.as_strided_scatter", "storage_offset"): (_REACH, "as_strided_scatter"),
 }
 
-# CPU torch ends the process, by a signal.
+# Calls with which CPU torch ends the process by a signal.
 CRASHES = {
   ("aten._fft_c2r", "last_dim_size"),
   ("aten._embedding_bag_backward", "num_weights"),
@@ -71,7 +71,7 @@ QUICK = OPERATORS[3::24]
 IS_FULL = os.environ.get("TORCHAX_CLOSE_NUMBERS") == "all"
 SAMPLES = 3 if IS_FULL else 1
 
-# What this process has seen of (operation, argument): operators share operations.
+# (operation, argument) that this process has seen: operators share operations.
 _known: set = set()
 
 
@@ -106,7 +106,7 @@ ROWS = {name: (None, *row) for name, row in NAMES.items()} | {
 
 @pytest.mark.parametrize("row", ROWS)
 def test_a_row_is_needed(row):
-  """Its number does take programs; else the row has to go."""
+  """The number of a row must take programs; otherwise the row is not needed."""
   operation, _, operator = ROWS[row]
   argument = row.rpartition(", ")[2]
   assert any(

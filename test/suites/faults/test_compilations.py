@@ -1,4 +1,4 @@
-"""Compiled programs: a bound on them, their memory back, and numbers that need none."""
+"""Compiled programs: their bound and memory, and numbers that need no new program."""
 
 import gc
 
@@ -17,7 +17,7 @@ from torchax.rng import samplers, uniform
 
 @pytest.fixture
 def bounded():
-  """Few programs: the default environment's bound is 10."""
+  """Bound the programs of the default environment to 10."""
   config = torchax.default_env().config
   before = config.compilation_cache_size
   torchax.clear_caches()
@@ -55,7 +55,7 @@ def test_nothing_within_the_bound_is_compiled_twice(bounded, called):
 
 
 def test_recently_used_program_is_not_evicted(bounded):
-  """One function among many: its program is not compiled again."""
+  """A function used among many others is not compiled again."""
   traces = []
 
   @jax_jit
@@ -147,17 +147,17 @@ def test_a_size_that_is_none_is_refused(size):
 
 
 def test_a_new_length_of_a_layer():
-  """Forward and backward pass; attention is a function of few programs."""
+  """Forward and backward pass; attention needs few programs."""
   layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).to("jax")
 
   def step(length):
-    gc.collect()  # programs of other tests do not go in between
+    gc.collect()  # programs of other tests do not interfere
     before = program_limit.count()
     layer(torch.ones(1, length, 8, device="jax")).sum().backward()
     return program_limit.count() - before
 
   with torchax.default_env():
-    for _ in range(5):  # numbers and gradients that are added up
+    for _ in range(5):  # counts and gradients that are summed
       step(3)
     assert step(3) == 0
     assert step(5) <= 20
@@ -203,7 +203,7 @@ def _ctc_loss(x, n):
   return F.ctc_loss(steps, label, torch.tensor([4]), torch.tensor([1]), blank=n)
 
 
-# What is called with a matrix of (4, 6) and each of the numbers.
+# Functions of a matrix (4, 6) and a number.
 NUMBERS = {
   "randint, high": (lambda x, n: torch.randint(n, (4,), device="jax"), INTEGERS),
   "randint": (lambda x, n: torch.randint(-n, 2 * n, (4,), device="jax"), INTEGERS),
@@ -328,11 +328,11 @@ ROWS = {**NUMBERS, **FUNCTIONS}
 
 @pytest.mark.parametrize(("function", "numbers"), ROWS.values(), ids=ROWS)
 def test_numbers_share_a_program(function, numbers, monkeypatch):
-  """The first one may have its own; they give what the compiled function gives.
+  """The first number may have a program; results equal those of the compiled function.
 
-  There each of them is a constant.
+  In the compiled function, each number is a constant.
   """
-  monkeypatch.setattr(numpy_fallback, "PROGRAM", 0)  # compile at the first call
+  monkeypatch.setattr(numpy_fallback, "PROGRAM", 0)  # compile on the first call
   with torchax.default_env():
     torch.manual_seed(0)
     x = torch.rand(4, 6, device="jax") + 0.1
@@ -349,7 +349,7 @@ def test_numbers_share_a_program(function, numbers, monkeypatch):
 
 @pytest.mark.parametrize("p", [0.0, 0.25, 0.5, 1e-12, 1 - 1e-12, 0.3])
 def test_a_prepared_probability_draws_the_same(p):
-  """Steps of 2**-62 as operands, beside the number itself as a constant."""
+  """Steps of 2**-62 as operands, against the number itself as a constant."""
   key = jax.random.key(3)
   steps = tuple([jax.numpy.int32(word) for word in uniform.steps_below(p)])
   found = samplers.bernoulli(key, (999,), steps)
@@ -370,7 +370,7 @@ def test_a_prepared_range_draws_the_same(low, span):
   assert (found == expected).all()
 
 
-# Calls with three numbers that fit (6, 6), and one that does not fit what is less.
+# Calls with three numbers that are valid for (6, 6), and one invalid for less.
 UNFIT = {
   "select_scatter": (lambda x, n: x.select_scatter(x[0], 0, n), IndexError),
   "slice_scatter": (lambda x, n: x.slice_scatter(x[:1], 0, n, n + 1), RuntimeError),
@@ -385,7 +385,7 @@ UNFIT = {
 
 @pytest.mark.parametrize(("function", "error"), UNFIT.values(), ids=UNFIT)
 def test_numbers_that_are_operands_fit_each_shape(function, error):
-  """Also where the same number has fitted another one."""
+  """A number that was valid for another shape is checked again."""
   with torchax.default_env():
     x = torch.rand(6, 6, device="jax")
     for n in (1, 2, 3, 4):
@@ -396,7 +396,7 @@ def test_numbers_that_are_operands_fit_each_shape(function, error):
       function(x[:4], 4)
 
 
-# What Dynamo hands over: the first value is a constant, the next ones may be operands.
+# Values from Dynamo: the first is a constant, the next ones may be operands.
 COMPILED = {
   "a factor": (lambda x, n: x * (2 * n + 1), FRACTIONS),
   "a sum with an integer": (lambda x, n: x + n, (2, 3, 4, 5)),
@@ -420,7 +420,7 @@ COMPILED = {
   "an assigned row": (lambda x, n: _assigned(x, n), (0, 2, 3, 1)),
   "an assigned column": (lambda x, n: _assigned(x, (..., n)), (0, 2, 3, 1)),
 }
-# The numbers of these are special, and there are few of them.
+# Functions of few, special numbers.
 SPECIAL = {"a power with an integer": 1}
 
 
@@ -458,7 +458,7 @@ DIFFERENTIATED = {
 
 @pytest.mark.parametrize("row", DIFFERENTIATED)
 def test_gradients_are_those_of_the_numbers_of_the_call(row):
-  """Also where others were given before the backward pass, and the second one."""
+  """Calls with other numbers before a first or second backward pass change nothing."""
   function, numbers = DIFFERENTIATED[row]
 
   def slopes(function):

@@ -1,6 +1,7 @@
-"""Numbers below the least normal one, on the CPU: what docs/types.md says of them.
+"""Subnormal numbers on the CPU, as docs/types.md describes them.
 
-XLA flushes them; the day it does not, these fail, and the page is to be changed.
+XLA flushes them to zero. When a release does not, these tests fail, and the page must
+change.
 """
 
 import jax

@@ -1,4 +1,4 @@
-"""Sizes and dimensions that CPU torch refuses are refused on jax, by its class."""
+"""Sizes and dims that CPU torch refuses are refused on jax, by error class."""
 
 import contextlib
 
@@ -19,7 +19,7 @@ def _grid(t, last):
   )
 
 
-# Of a tensor with three elements.
+# Functions of a tensor with three elements.
 ROWS = {
   "zeros": lambda t: torch.zeros(-1, device=t.device),
   "ones": lambda t: torch.ones(2, -1, device=t.device),

@@ -89,7 +89,7 @@ for grad in (False, True):
   if grad:
     print(torch.autograd.grad(run(x).sum(), x))
 """,
-  # Inductor writes C++ here; where there is no compiler, both print its error.
+  # Inductor writes C++ here; without a compiler, both programs print its error.
   "inductor": """
 layer = torch.nn.Linear(3, 2)
 torch.nn.init.ones_(layer.weight)

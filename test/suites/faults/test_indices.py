@@ -1,8 +1,8 @@
 """Indices, labels, lengths and offsets out of range: never a plausible number.
 
-Each row is a call that CPU torch refuses. Where the numbers are known it raises torch's
-error; in a compiled function the result is unmistakable, and raises with
-`Configuration.check_indices`.
+Each row is a call that CPU torch refuses. If the numbers are known, jax raises torch's
+error. In a compiled function the result is unmistakable, and
+`Configuration.check_indices` makes it raise.
 """
 
 import contextlib
@@ -26,14 +26,14 @@ def at(*places, **options) -> torch.Tensor:
 
 
 class Row:
-  """A call with a table and a bad index, both of which move to jax.
+  """Call with a table and a bad index, which both move to jax.
 
   Args:
     call: `(table, index, *rest) -> tensor`.
-    index: the bad one.
-    table: what is indexed.
+    index: bad index.
+    table: tensor that is indexed.
     rest: other tensors.
-    why: where torch's words are not ours, the reason.
+    why: reason why torch's message differs from ours.
   """
 
   def __init__(self, call, index, table=W, rest=(), why=""):
@@ -222,7 +222,7 @@ def _refusal(row, device) -> Exception:
   return caught.value
 
 
-# In place: nothing is written where the operation raises.
+# In-place calls: nothing is written if the operation raises.
 WRITES = {
   "index_put_": lambda x, i: x.index_put_((i,), torch.ones_like(x[:1])),
   "assignment": lambda x, i: x.__setitem__(i, 5.0),
@@ -341,7 +341,7 @@ def _checks():
 
 
 def _line(call) -> str:
-  """Of a row's call, as a message has it."""
+  """Return the source line of a row's call, as a message quotes it."""
   return f"{__file__}:{call.__code__.co_firstlineno}"
 
 

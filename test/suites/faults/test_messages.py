@@ -1,4 +1,4 @@
-"""What an error says of a mistake: the operation, what was expected, what came."""
+"""Error messages: they name the operation, the expected and the received value."""
 
 import pathlib
 
@@ -126,7 +126,7 @@ COMPLEX = {
 @pytest.mark.parametrize("call", COMPLEX.values(), ids=COMPLEX)
 def test_operator_without_complex_support_raises_with_advice(call):
   numbers = torch.ones(4, dtype=torch.complex64)
-  with pytest.raises((RuntimeError, TypeError)):  # the latter from torch 2.15 on
+  with pytest.raises((RuntimeError, TypeError)):  # the latter since torch 2.15
     call(numbers)
   with pytest.raises(NotImplementedError, match=r"aten\.\w+ .*complex64.*`\.abs\(\)`"):
     call(numbers.to("jax"))

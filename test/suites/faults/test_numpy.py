@@ -1,4 +1,4 @@
-"""Arrays and numbers of numpy beside a jax tensor: a jax tensor, or torch's refusal."""
+"""Arrays and numbers of numpy with a jax tensor: a jax tensor, or torch's refusal."""
 
 import operator
 

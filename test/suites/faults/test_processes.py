@@ -1,6 +1,6 @@
-"""A process that was forked after JAX had started: it refuses jax, and runs the rest.
+"""Forks of a process in which JAX has started: they refuse jax, and run the rest.
 
-All rows of a table are children of one program; each ends by an alarm if it hangs.
+All rows of a table are children of one program; an alarm ends a child that hangs.
 """
 
 import functools
@@ -11,7 +11,7 @@ from faults.programs import run
 
 pytestmark = pytest.mark.programs
 
-# `outcome(f)` is what `f` does in a forked child: a class and a message, or a repr.
+# `outcome(f)` is the outcome of `f` in a forked child: class and message, or a repr.
 PRELUDE = """
 import copy, io, json, os, signal, sys, torch, torchax
 import jax.numpy as jnp

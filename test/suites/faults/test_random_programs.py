@@ -1,4 +1,4 @@
-"""Random programs agree in every way of running them; see `tools/fuzz`."""
+"""Random programs agree in all ways to run them; see `tools/fuzz`."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from tools.fuzz.generator import generate
 from tools.fuzz.program import Program
 from tools.fuzz.shrinking import shrink
 
-# Compiled ways cost the most; `make fuzz` runs any number of programs by each.
+# Compiled ways cost the most; `make fuzz` runs any number of programs in each way.
 PROGRAMS = {
   "eager": (0, 160),
   "jit": (10_000, 40),
@@ -54,7 +54,7 @@ PLANTED = Program(
 
 
 def plant(monkeypatch, way, change):
-  """Have one way of running change what it returns."""
+  """Make one way of running change its result."""
   sound = ways.WAYS[way]
   broken = dataclasses.replace(
     sound, wrap=lambda function: lambda *args: change(*function(*args))
@@ -132,5 +132,5 @@ def test_tolerance_is_relative_to_the_largest_number():
 def test_a_program_prints_as_a_script(capsys):
   way = ways.WAYS["jit"]
   exec(PLANTED.script(way.source, way.device), {})
-  torchax.disable_globally()  # which the script has enabled
+  torchax.disable_globally()  # the script has enabled it
   assert "device='jax:0'" in capsys.readouterr().out

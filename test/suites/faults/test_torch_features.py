@@ -49,7 +49,7 @@ def test_torchscript_of_jax_module_computes_values_and_gradients(way, is_on):
     )
     actual = scripted(points)
     actual.sum().backward()
-    again = scripted(2 * points)  # what was recorded are operations, not numbers
+    again = scripted(2 * points)  # the graph records operations, not numbers
   torch.testing.assert_close(actual.cpu(), expected)
   torch.testing.assert_close(again.cpu(), _model()(2 * POINTS))
   assert all(p.grad is not None for p in model.parameters())
@@ -143,7 +143,7 @@ def test_sparse_embeddings_name_the_dense_ones(way):
 
 
 class Attention(nn.Module):
-  """A product in a linear map, and two in attention."""
+  """Model with a product in a linear map, and two in attention."""
 
   def __init__(self):
     super().__init__()
@@ -167,7 +167,7 @@ def test_a_counter_of_operations_counts_those_on_jax(row, is_on):
       model(points).sum().backward()
     return counter.get_total_flops()
 
-  # The kernels that the CPU has for attention are not counted.
+  # The CPU's kernels for attention are not counted.
   with sdpa_kernel(SDPBackend.MATH):
     expected = count(make(), POINTS)
   with _in_environment(is_on):

@@ -1,4 +1,4 @@
-"""The documentation is true: its programs run and its site builds."""
+"""Documentation: its programs run and its site builds."""
 
 import importlib.util
 import os
@@ -17,7 +17,7 @@ FENCE = re.compile(r"^( *)```(\w*)")
 
 
 def _program(page: pathlib.Path) -> str:
-  """The Python blocks of a page as one program, each line at its line of the page."""
+  """Return the Python blocks of a page as one program, with the page's line numbers."""
   language, lines = None, []
   for line in page.read_text(encoding="utf-8").splitlines():
     fence = FENCE.match(line)
@@ -33,7 +33,7 @@ def _program(page: pathlib.Path) -> str:
   return "\n".join(lines)
 
 
-# Of a page with this line the programs need libraries that not every environment has.
+# Line of pages whose programs need libraries that not every environment has.
 ELSEWHERE = "<!-- the programs of this page are run by make test-ecosystem -->"
 PROGRAMS = {
   page: text

@@ -1,6 +1,6 @@
 """Importing torchax changes nothing for code that does not use it.
 
-Each row is a program of its own: it imports torchax in a fresh process.
+Each row is a program that imports torchax in a new process.
 """
 
 import os
@@ -14,7 +14,7 @@ from torchax.compat import versions
 
 pytestmark = pytest.mark.programs
 
-# Without torchax, and with it: the programs print what the other one must print too.
+# Programs that must print the same with and without torchax.
 PREPARE = {
   "plain": "import torch",
   "with torchax": "import torch, torchax",
@@ -22,7 +22,7 @@ PREPARE = {
 
 
 def run(program: str, **environment) -> str:
-  """Runs a program; returns what it printed."""
+  """Run a program; return its output."""
   result = subprocess.run(
     [sys.executable, "-W", "error::DeprecationWarning:torchax", "-c", program],
     capture_output=True,
@@ -130,7 +130,7 @@ def test_a_data_loader_loads_after_torchax_was_used():
   assert run(f"import torch, torchax\n{used}\n{LOADER}") == "loaded\n"
 
 
-# Before torch 2.13 the default device is that of CUDA.
+# Before torch 2.13 the default device is CUDA's.
 _DEVICE = (
   "" if not versions.is_older(torch.__version__, "2.13") else "device_type='jax'"
 )
@@ -315,7 +315,7 @@ print("jax.experimental.pallas" in sys.modules)
 
 
 def test_importing_does_not_load_compilers():
-  """Loading them takes as long as loading torch; only who compiles pays for it."""
+  """Loading them takes as long as loading torch; only compilation should pay for it."""
   slow = {"torch._dynamo", "torch._inductor", "functorch.compile", "sympy"}
   program = f"""
 import sys, torch

@@ -1,4 +1,4 @@
-"""The house keeps its order: imports point down, internals stay in one place."""
+"""Layers of the package: imports point down, and private API stays in one place."""
 
 import ast
 import graphlib
@@ -14,8 +14,8 @@ from source_tree import (
   modules,
 )
 
-# Layer -> folders and public modules. A module may import what is in its own layer
-# (without a circle) or below.
+# Layer -> folders and public modules. A module may import from its own layer (without a
+# cycle) or from layers below.
 LAYERS = {
   13: ("", "__main__"),
   12: ("checkpoint", "dynamo", "export", "stacks", "train"),
@@ -38,8 +38,8 @@ LAYERS = {
   2: ("compat",),
   1: ("errors", "types", "config", "util", "logs", "version"),
 }
-# Public modules of upstream that show code of higher layers; the package itself does
-# not use them.
+# Public modules of upstream that re-export code of higher layers; the package itself
+# does not use them.
 SHELLS = {
   "ops.jaten": 9,
   "ops.jc10d": 9,
@@ -55,7 +55,7 @@ LAYER_OF = {
 }
 SHELL_OF = {f"torchax.{name}": layer for name, layer in SHELLS.items()}
 
-# May be missing on a user's machine, so a function may import them.
+# Packages that may be missing for a user, so a function may import them.
 OPTIONAL = {
   "etils",
   "flax",
@@ -68,15 +68,16 @@ OPTIONAL = {
   "tqdm",
 }
 
-# Where private API is used: each piece is looked up by its name, a string, so that a
-# version without it costs a feature. What is written out is what `find` cannot do.
+# Folders that may use private API. Each piece is looked up by its name, a string, so
+# that a version without it loses one feature. Code spells out only names that `find`
+# cannot look up.
 PRIVATE_API = {
   "torch._C._group_tensors_by_device_and_dtype": (
     "torchax.compat.torch_compat.device_backend"
   ),
 }
-# Underscored, yet what every extension of torch is told to use, for want of another
-# name: operations, trees, and the base class of dispatch modes.
+# Underscored names that torch tells every extension to use, because no other name
+# exists: operations, trees, and the base class of dispatch modes.
 TOLERATED = (
   "torch.ops.",
   "torch.utils._pytree",
@@ -87,7 +88,7 @@ each_module = pytest.mark.parametrize("module", modules(), ids=str)
 
 
 def _layer(name: str) -> int | None:
-  """Layer of a module: its own as a shell, or that of its folder."""
+  """Return the layer of a module: its own entry, or that of its folder."""
   folder = ".".join(name.split(".")[:2])
   return SHELL_OF.get(name, LAYER_OF.get(folder))
 
@@ -115,7 +116,7 @@ def test_each_folder_says_where_to_start_reading(folder):
 
 
 def _imported_modules(module: Module) -> set[str]:
-  """The torchax modules that a file imports, with names cut back to their module."""
+  """Return the torchax modules that a file imports, with names cut to their module."""
   found = set()
   for node in ast.walk(module.tree):
     for name in imports(module, node):
@@ -197,7 +198,7 @@ def test_private_api_stays_in_the_compat_modules(module):
 
 
 def _looked_up_names(module: Module):
-  """The strings that a file gives to `private.find` and its like."""
+  """Return the strings that a file passes to `private.find` and similar functions."""
   for node in ast.walk(module.tree):
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
       continue

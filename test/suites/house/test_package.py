@@ -1,4 +1,4 @@
-"""What a user installs: the wheel, its metadata, and what importing it does."""
+"""Installed package: the wheel, its metadata, and the effects of importing it."""
 
 import importlib.metadata
 import os
@@ -24,7 +24,7 @@ BUILD_INPUTS = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.
 
 
 def _run(*command, cwd, **environment) -> str:
-  """Output of a command; its errors are shown when it fails."""
+  """Return the output of a command; show its errors if it fails."""
   done = subprocess.run(
     [str(part) for part in command],
     cwd=cwd,
@@ -38,7 +38,7 @@ def _run(*command, cwd, **environment) -> str:
 
 
 def _copied(source: pathlib.Path) -> pathlib.Path:
-  """What a build needs, so that leftovers of other builds cannot get in."""
+  """Copy the files that a build needs, without leftovers of other builds."""
   for name in BUILD_INPUTS:
     shutil.copy(ROOT / name, source)
   shutil.copytree(
@@ -49,7 +49,7 @@ def _copied(source: pathlib.Path) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory) -> pathlib.Path:
-  """A source distribution, built as `python -m build --sdist` builds it."""
+  """Build a source distribution as `python -m build --sdist` does."""
   source = _copied(tmp_path_factory.mktemp("source"))
   code = "from setuptools import build_meta; build_meta.build_sdist('dist')"
   _run(sys.executable, "-c", code, cwd=source)
@@ -59,7 +59,7 @@ def sdist(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> pathlib.Path:
-  """A wheel built from a copy."""
+  """Build a wheel from a copy."""
   source = _copied(tmp_path_factory.mktemp("source"))
   pip = (sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation")
   _run(*pip, "--no-index", "--quiet", "--wheel-dir", "dist", ".", cwd=source)
@@ -69,10 +69,11 @@ def wheel(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory) -> pathlib.Path:
-  """The interpreter of a clean environment that has torchax from the wheel only.
+  """Return the interpreter of a clean environment with torchax from the wheel only.
 
-  The packages that torchax requires come from here, by path: a `.pth` line does not
-  follow this environment's own `.pth` files, so its editable torchax stays invisible.
+  The packages that torchax requires are added from this environment by path. A `.pth`
+  line does not follow this environment's own `.pth` files, so its editable torchax
+  stays invisible.
   """
   home = tmp_path_factory.mktemp("clean")
   venv.create(home, with_pip=False, symlinks=True)
@@ -111,14 +112,14 @@ def test_the_version_is_the_same_everywhere(wheel, installed, tmp_path):
 
 
 def _names_in(sdist) -> set[str]:
-  """The files of a source distribution, by their paths in the tree."""
+  """Return the files of a source distribution, by their paths in the tree."""
   with tarfile.open(sdist) as archive:
     members = [member.name for member in archive if member.isfile()]
   return {name.partition("/")[2] for name in members}
 
 
 def _metadata(built) -> str:
-  """The metadata of a wheel or a source distribution."""
+  """Return the metadata of a wheel or a source distribution."""
   if built.suffix == ".whl":
     with zipfile.ZipFile(built) as archive:
       (name,) = (n for n in archive.namelist() if n.endswith("/METADATA"))
@@ -160,7 +161,7 @@ def test_ci_runs_newest_and_prerelease_versions_each_night():
   text = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
   workflow = yaml.safe_load(text)
   jobs = workflow["jobs"]
-  # YAML reads the key `on` as True. Nothing keeps `newest` from running at night.
+  # YAML reads the key `on` as True. Nothing may keep `newest` from running at night.
   assert workflow[True]["schedule"][0]["cron"] and "if" not in jobs["newest"]
   assert "schedule" in jobs["prerelease"]["if"]
   assert workflow["env"]["PIP_EXTRA_INDEX_URL"].endswith("/whl/cpu")
@@ -210,7 +211,7 @@ def test_sdist_contains_all_inputs_of_the_wheel(sdist):
 
 @pytest.mark.parametrize("built", ["wheel", "sdist"])
 def test_the_metadata_is_valid_and_complete(built, request):
-  """An index refuses what `validate` refuses."""
+  """A package index refuses metadata that `validate` refuses."""
   found = Metadata.from_email(_metadata(request.getfixturevalue(built)), validate=True)
   assert found.license_expression == "Apache-2.0"
   assert found.license_files == ["LICENSE"]
@@ -222,7 +223,7 @@ def test_the_metadata_is_valid_and_complete(built, request):
 
 
 def test_links_of_the_description_are_absolute(wheel):
-  """An index shows the README without the files beside it."""
+  """A package index shows the README without the files next to it."""
   description = Metadata.from_email(_metadata(wheel)).description
   links = re.findall(r"\]\(([^)]+)\)", description)
   assert links and all(link.startswith("https://") for link in links)

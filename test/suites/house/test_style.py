@@ -1,14 +1,14 @@
-"""Rules of the house that the linter does not know."""
+"""Style rules that the linter does not check."""
 
 import ast
 
 import pytest
 from source_tree import PACKAGE, ROOT, dotted_names, modules
 
-# Files hold one theme; past this they hold two.
+# A file has one theme; a longer one has two.
 MOST_LINES = 600
 
-# Keys are made and derived in torchax/rng, so that no draw escapes its streams.
+# Keys are made and derived only in torchax/rng, so that no draw bypasses its streams.
 KEY_MAKERS = {
   f"jax.random.{name}"
   for name in ("PRNGKey", "clone", "fold_in", "key", "split", "wrap_key_data")
@@ -49,8 +49,8 @@ def test_library_neither_prints_nor_stops_in_a_debugger(module):
   assert not calls, f"{module.path}: {calls}"
 
 
-# What a function does is not to depend on who calls it. A line that is shown to people
-# is read off JAX's record (`user_code.py`).
+# The result of a function must not depend on its caller. Lines shown to users come from
+# JAX's record (`user_code.py`).
 FRAMES = {"_getframe", "_current_frames", "currentframe", "getouterframes"}
 FRAMES |= {"f_back", "f_locals", "f_globals", "tb_frame", "gi_frame", "cr_frame"}
 WALKS = {

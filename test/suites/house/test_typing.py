@@ -1,4 +1,4 @@
-"""Type checkers understand programs that call torchax, and report their mistakes."""
+"""Type checkers infer the types of programs that call torchax, and report mistakes."""
 
 import pathlib
 import re
@@ -17,7 +17,7 @@ _REPORT = re.compile(r"^(?P<file>.+?):(?P<line>\d+): error: .*\[(?P<code>[\w-]+)
 
 @pytest.fixture(scope="module")
 def reports() -> dict[str, set[tuple[int, str]]]:
-  """Line and code of the checker's errors, by file. One run: it reads torch first."""
+  """Return (line, code) of the checker's errors, by file. One run reads torch once."""
   done = subprocess.run(
     [sys.executable, "-m", "mypy", "--no-error-summary", *PROGRAMS.glob("*.py")],
     cwd=ROOT,

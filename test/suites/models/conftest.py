@@ -1,4 +1,4 @@
-"""Every model is compiled by itself: one class stays below Dynamo's recompile limit."""
+"""Fixture that compiles every model by itself, below Dynamo's recompile limit."""
 
 import pytest
 import torch

@@ -1,8 +1,8 @@
 """Transformers of the Hugging Face library: tiny, with random weights.
 
-Nothing is downloaded: a model is made of its configuration. Sizes are the smallest that
-keep what the family is known for, such as grouped key heads, a sliding window that is
-shorter than the sequence, or more experts than a token uses.
+Nothing is downloaded: models are made from configurations. Sizes are the smallest that
+keep the features of a family, such as grouped key heads, a sliding window shorter than
+the sequence, or more experts than a token uses.
 """
 
 import torch
@@ -10,7 +10,7 @@ import transformers
 from ops.harness import floats, ints
 
 VOCABULARY, HIDDEN, INNER, HEADS, LENGTH, BATCH = 64, 16, 32, 2, 8, 2
-# The names under which most of the configurations have the sizes above.
+# Names that most configurations use for the sizes above.
 SIZES = {
   "vocab_size": VOCABULARY,
   "hidden_size": HIDDEN,
@@ -26,7 +26,7 @@ DECODER_SIZES = SIZES | {
 
 
 def bert(attention: str, dropout: float) -> transformers.PreTrainedModel:
-  """An encoder of words."""
+  """Encoder of words."""
   return transformers.BertForMaskedLM(
     transformers.BertConfig(
       **SIZES,
@@ -39,7 +39,7 @@ def bert(attention: str, dropout: float) -> transformers.PreTrainedModel:
 
 
 def gpt2(attention: str, dropout: float) -> transformers.PreTrainedModel:
-  """A decoder with learned positions."""
+  """Decoder with learned positions."""
   return transformers.GPT2LMHeadModel(
     transformers.GPT2Config(
       vocab_size=VOCABULARY,
@@ -59,7 +59,7 @@ def gpt2(attention: str, dropout: float) -> transformers.PreTrainedModel:
 
 
 def llama(attention: str, dropout: float) -> transformers.PreTrainedModel:
-  """A decoder with rotary positions and grouped key heads."""
+  """Decoder with rotary positions and grouped key heads."""
   return transformers.LlamaForCausalLM(
     transformers.LlamaConfig(
       **DECODER_SIZES, attention_dropout=dropout, attn_implementation=attention
@@ -68,7 +68,7 @@ def llama(attention: str, dropout: float) -> transformers.PreTrainedModel:
 
 
 def mistral(attention: str, dropout: float) -> transformers.PreTrainedModel:
-  """A decoder whose attention looks back a few words only."""
+  """Decoder with a sliding window of attention."""
   return transformers.MistralForCausalLM(
     transformers.MistralConfig(
       **DECODER_SIZES,
@@ -82,7 +82,7 @@ def mistral(attention: str, dropout: float) -> transformers.PreTrainedModel:
 def mixtral(
   attention: str, dropout: float, experts: str = "grouped_mm"
 ) -> transformers.PreTrainedModel:
-  """A decoder in which a router chooses two of four networks for each word."""
+  """Decoder in which a router chooses two of four experts for each word."""
   return transformers.MixtralForCausalLM(
     transformers.MixtralConfig(
       **DECODER_SIZES,
@@ -97,7 +97,7 @@ def mixtral(
 
 
 def t5(attention: str, dropout: float) -> transformers.PreTrainedModel:
-  """An encoder and a decoder with relative positions."""
+  """Encoder and decoder with relative positions."""
   return transformers.T5ForConditionalGeneration(
     transformers.T5Config(
       vocab_size=VOCABULARY,
@@ -115,7 +115,7 @@ def t5(attention: str, dropout: float) -> transformers.PreTrainedModel:
 
 
 def vit(attention: str, dropout: float) -> transformers.PreTrainedModel:
-  """An encoder of images."""
+  """Encoder of images."""
   return transformers.ViTForImageClassification(
     transformers.ViTConfig(
       hidden_size=HIDDEN,
@@ -133,7 +133,7 @@ def vit(attention: str, dropout: float) -> transformers.PreTrainedModel:
 
 
 def whisper(attention: str, dropout: float) -> transformers.PreTrainedModel:
-  """An encoder of sound and a decoder of words."""
+  """Encoder of sound and decoder of words."""
   return transformers.WhisperForConditionalGeneration(
     transformers.WhisperConfig(
       vocab_size=VOCABULARY,
@@ -161,19 +161,19 @@ def whisper(attention: str, dropout: float) -> transformers.PreTrainedModel:
 
 
 def words() -> torch.Tensor:
-  """Numbers of words, none of them the padding."""
+  """Return word numbers, without padding."""
   return ints(BATCH, LENGTH, low=1, high=VOCABULARY)
 
 
 def padding() -> torch.Tensor:
-  """A mask without the last words of the second sentence."""
+  """Return a mask that pads the last words of the second sentence."""
   mask = torch.ones(BATCH, LENGTH, dtype=torch.int64)
   mask[1, -3:] = 0
   return mask
 
 
 def text() -> dict[str, torch.Tensor]:
-  """Sentences, one of them shorter, and the words to be answered."""
+  """Return sentences, one of them shorter, and the target words."""
   labels = torch.where(
     padding() == 1, ints(BATCH, LENGTH, high=VOCABULARY, seed=1), -100
   )
@@ -181,12 +181,12 @@ def text() -> dict[str, torch.Tensor]:
 
 
 def images() -> dict[str, torch.Tensor]:
-  """Pictures and their classes."""
+  """Return images and their classes."""
   return {"pixel_values": floats(BATCH, 3, 8, 8), "labels": ints(BATCH, high=4)}
 
 
 def sound() -> dict[str, torch.Tensor]:
-  """Spectra, of two steps for each position of the encoder, and their words."""
+  """Return spectra, two steps for each position of the encoder, and their words."""
   return {"input_features": floats(BATCH, 8, 2 * LENGTH), "labels": words()}
 
 

@@ -1,6 +1,6 @@
-"""Networks of our own beside the library's: images, recurrence, diffusion.
+"""Networks that the library lacks: images, recurrence, diffusion.
 
-As the library's models do, they return a mapping of results with a "loss" in it.
+Like the library's models, they return a mapping of results with a "loss".
 """
 
 import torch
@@ -14,11 +14,11 @@ STEPS = 10
 
 
 class Residual(nn.Module):
-  """Two convolutions beside a shortcut, which follows a change of the shape."""
+  """Two convolutions with a shortcut, which adapts to a change of the shape."""
 
   def __init__(self, inputs: int, outputs: int, stride: int):
     super().__init__()
-    # BatchNorm subtracts what a bias would add.
+    # No bias: BatchNorm would subtract it.
     self.first = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
     self.first_norm = nn.BatchNorm2d(outputs)
     self.second = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
@@ -35,7 +35,7 @@ class Residual(nn.Module):
 
 
 class ResNet(nn.Module):
-  """Classifies images; its running statistics are changed in place."""
+  """Image classifier with running statistics that are changed in place."""
 
   def __init__(self, dropout: float):
     super().__init__()
@@ -64,7 +64,7 @@ def _convolution(inputs: int, outputs: int) -> nn.Sequential:
 
 
 class UNet(nn.Module):
-  """Goes down one level and up again, and tells time by an embedding.
+  """U-Net of one lower level, with an embedding of time.
 
   Args:
     outputs: channels of the result.
@@ -89,7 +89,7 @@ class UNet(nn.Module):
 
 
 class Segmentation(nn.Module):
-  """A U-Net that gives each pixel a class."""
+  """U-Net that classifies each pixel."""
 
   def __init__(self, dropout: float):
     super().__init__()
@@ -101,9 +101,9 @@ class Segmentation(nn.Module):
 
 
 class Diffusion(nn.Module):
-  """A training step of denoising diffusion.
+  """Training step of denoising diffusion.
 
-  Which noise is added, and how much of it, is drawn unless it is given.
+  The noise and its scale are drawn unless they are given.
   """
 
   def __init__(self, dropout: float):
@@ -123,7 +123,7 @@ class Diffusion(nn.Module):
 
 
 class LanguageModel(nn.Module):
-  """Two recurrent layers that guess the next word; both ends share the embedding."""
+  """Two recurrent layers that predict the next word, with tied embeddings."""
 
   def __init__(self, dropout: float):
     super().__init__()
@@ -141,22 +141,22 @@ class LanguageModel(nn.Module):
 
 
 def images() -> torch.Tensor:
-  """Pictures of three channels."""
+  """Return images of three channels."""
   return floats(BATCH, 3, SIDE, SIDE)
 
 
 def labelled_images() -> dict[str, torch.Tensor]:
-  """Pictures with a class each."""
+  """Return images with a class each."""
   return {"images": images(), "labels": ints(BATCH, high=CLASSES)}
 
 
 def labelled_pixels() -> dict[str, torch.Tensor]:
-  """Pictures with a class for each pixel."""
+  """Return images with a class for each pixel."""
   return {"images": images(), "labels": ints(BATCH, SIDE, SIDE, high=CLASSES)}
 
 
 def noisy_images() -> dict[str, torch.Tensor]:
-  """Pictures with the noise and the times that are drawn otherwise."""
+  """Return images with the noise and the times that are drawn otherwise."""
   return {
     "images": images(),
     "noise": floats(BATCH, 3, SIDE, SIDE, seed=1),
@@ -165,5 +165,5 @@ def noisy_images() -> dict[str, torch.Tensor]:
 
 
 def sentences() -> dict[str, torch.Tensor]:
-  """Numbers of words."""
+  """Return word numbers."""
   return {"words": ints(BATCH, LENGTH, high=VOCABULARY)}

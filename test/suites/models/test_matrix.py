@@ -1,4 +1,4 @@
-"""Real models give on jax what they give on the CPU, in each way to run them.
+"""Real models on jax equal the CPU's in each way to run them.
 
 docs/models.md shows the matrix; `tools/model_table.py` writes it from a report of these
 tests.
@@ -53,7 +53,7 @@ def test_gradients_in_training_are_those_of_the_cpu(name, way):
 
 @functools.cache
 def _drawn(name: str, way: str) -> list[Run]:
-  """Runs in training that draw: with a seed, with another one, and with the first."""
+  """Return training runs that draw: with a seed, another one, and the first again."""
   row = ROWS[name]
   model = row.model(dropout=0.3).train()
   return WAYS[way](model, row.undrawn_inputs(), loss_of, (1, 2, 1))

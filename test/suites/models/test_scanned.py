@@ -1,4 +1,4 @@
-"""Models of `transformers` whose layers `scan_layers` finds, as they are."""
+"""Models of `transformers` whose layers `scan_layers` finds without changes."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""What people do with a model of the library besides a training step."""
+"""Uses of the library's models other than training steps."""
 
 import copy
 
@@ -17,7 +17,7 @@ NEW_WORDS = 4
 
 
 def _llama(dropout: float = 0.0):
-  """A model on the CPU and the same one on jax."""
+  """Return a model on the CPU and the same model on jax."""
   model = MODELS["Llama"].model(dropout).eval()
   return model, copy.deepcopy(model).to("jax")
 
@@ -51,7 +51,7 @@ def test_sampled_tokens_depend_on_the_seed_only():
 
 
 def test_compiled_model_returns_a_cache_and_accepts_it():
-  register_dynamic_cache_export_support()  # makes caches pytrees of torch's
+  register_dynamic_cache_export_support()  # registers caches as pytrees of torch
   cpu, model = _llama()
   words = huggingface.words()
 
@@ -97,7 +97,7 @@ def test_checkpointing_redraws_the_same_masks():
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_loop_over_experts_runs_where_there_are_numbers(way):
-  """It looks up which words an expert gets; their number is a shape.
+  """The loop looks up the words of an expert; their number is a shape.
 
   torch.compile breaks its graphs there.
   """

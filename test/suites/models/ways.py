@@ -1,8 +1,8 @@
-"""The ways to run a model; a new one is one more row of `WAYS`.
+"""Ways to run a model, the rows of `WAYS`.
 
-A way takes a model on the CPU, which it leaves alone, CPU inputs, the function that
-finds the loss in the model's results, or None to compute results alone, and seeds. It
-prepares the model once, runs it once for each seed, and returns all on the CPU again.
+A way takes a model on the CPU, which it does not change, CPU inputs, a function that
+finds the loss in the results or None, and seeds. It prepares the model once, runs it
+once for each seed, and returns all values on the CPU.
 """
 
 import copy
@@ -20,13 +20,13 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """What a model has computed, as CPU tensors by name.
+  """Values that a model has computed, as CPU tensors by name.
 
   Attributes:
-    results: its results.
-    gradients: of its parameters; None for those that got none.
-    buffers: its buffers afterwards.
-    next_draw: what the random stream gives afterwards.
+    results: results of the model.
+    gradients: gradients of its parameters; None for parameters without one.
+    buffers: buffers after the run.
+    next_draw: next draw of the random stream.
   """
 
   results: Tensors
@@ -39,7 +39,7 @@ Way = Callable[[torch.nn.Module, Tensors, Callable | None, Sequence[int]], list[
 
 
 def _step(model: Callable, loss_of: Callable | None) -> Callable[[Tensors], Tensors]:
-  """A forward pass and, where there is a loss, a backward pass."""
+  """Run a forward pass and, if there is a loss, a backward pass."""
 
   def step(inputs: Tensors) -> Tensors:
     with torch.set_grad_enabled(loss_of is not None):
@@ -53,9 +53,9 @@ def _step(model: Callable, loss_of: Callable | None) -> Callable[[Tensors], Tens
 
 
 def _runs(model, step: Callable, inputs: Tensors, seeds, draws_on: str) -> list[Run]:
-  """Runs a step that leaves gradients and buffers in the model.
+  """Run a step that leaves gradients and buffers in the model, once for each seed.
 
-  `draws_on` is the device whose random stream the step draws from.
+  The step draws from the random stream of `draws_on`.
   """
   runs = []
   for seed in seeds:
@@ -74,19 +74,19 @@ def _on_cpu(named: dict) -> dict:
 
 
 def _as_on_jax(tensor: torch.Tensor) -> torch.Tensor:
-  """A CPU tensor as wide as jax holds it; a copy, for the next run may change it."""
+  """Return a copy of a CPU tensor, as wide as on jax; the next run may change it."""
   dtype = NARROWED.get(tensor.dtype, tensor.dtype)
   return tensor.detach().cpu().to(dtype, copy=True)
 
 
 def run_on_cpu(model, inputs, loss_of, seeds=(0,)) -> list[Run]:
-  """The way that all others are compared with: torch alone."""
+  """Run a model with torch alone, the reference of all other ways."""
   twin = copy.deepcopy(model)
   return _runs(twin, _step(twin, loss_of), inputs, seeds, "cpu")
 
 
 def _on_jax(wrap: Callable) -> Way:
-  """The way of a step on jax; `wrap` makes it of the model on jax and the loss."""
+  """Return a way to run on jax; `wrap` makes its step from the model and the loss."""
 
   def run(model, inputs, loss_of, seeds=(0,)) -> list[Run]:
     with torchax.default_env():
@@ -98,17 +98,17 @@ def _on_jax(wrap: Callable) -> Way:
 
 
 def _jitted_step(model, loss_of):
-  """Forward and backward pass as one compiled program."""
+  """Compile forward and backward pass as one program."""
   return jax_jit(_step(model, loss_of))
 
 
 def _jittable_module(model, loss_of):
-  """A compiled module, and torch's autograd going back through it from outside."""
+  """Compile the module; torch's autograd differentiates it from outside."""
   return _step(JittableModule(model), loss_of)
 
 
 def _compiled(model, inputs, loss_of, seeds=(0,)) -> list[Run]:
-  """A model of plain CPU tensors, compiled by torch; it draws from the jax stream."""
+  """Compile a model of CPU tensors with torch.compile; it draws from the jax stream."""
   twin = copy.deepcopy(model)
   step = _step(torch.compile(twin, backend="jax"), loss_of)
   with torchax.default_env():

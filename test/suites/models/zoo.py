@@ -1,4 +1,4 @@
-"""The models that are compared, and the inputs of each: one row a model."""
+"""Models that are compared, with the inputs of each: one row a model."""
 
 import dataclasses
 import functools
@@ -10,12 +10,12 @@ from models import huggingface, networks
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-  """A model.
+  """Model with its inputs.
 
   Attributes:
-    make: from the probability of dropout, a module whose results have a "loss".
-    inputs: its keyword arguments, as CPU tensors.
-    drawn: names of inputs that the model draws itself where it gets none.
+    make: probability of dropout -> module whose results have a "loss".
+    inputs: keyword arguments, as CPU tensors.
+    drawn: names of inputs that the model draws if they are missing.
   """
 
   make: Callable[[float], torch.nn.Module]
@@ -23,17 +23,17 @@ class Row:
   drawn: tuple[str, ...] = ()
 
   def model(self, dropout: float) -> torch.nn.Module:
-    """The model on the CPU, always with the same weights."""
+    """Return the model on the CPU, always with the same weights."""
     torch.manual_seed(0)
     model = self.make(dropout)
-    # Freshly made, biases are zero and transformers all but linear, which hides much.
+    # In new models biases are zero and transformers almost linear, which hides faults.
     with torch.no_grad():
       for parameter in model.parameters():
         parameter.add_(0.2 * torch.randn_like(parameter))
     return model
 
   def undrawn_inputs(self) -> dict[str, torch.Tensor]:
-    """The inputs without those that the model can draw."""
+    """Return the inputs without those that the model can draw."""
     return {name: x for name, x in self.inputs().items() if name not in self.drawn}
 
 
@@ -57,9 +57,9 @@ MODELS = _families("sdpa") | {
     networks.Diffusion, networks.noisy_images, drawn=("noise", "times")
   ),
 }
-# Other code for the same models.
+# Other implementations of the same models.
 VARIANTS = {
   f"{name}, attention written out": row for name, row in _families("eager").items()
 } | {"Mixtral, a matrix for each word": _mixtral("batched_mm")}
-# Finds the words of each expert by their numbers.
+# Implementation that looks up the words of each expert by their numbers.
 LOOP_OVER_EXPERTS = _mixtral("eager")

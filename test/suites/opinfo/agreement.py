@@ -1,9 +1,9 @@
-"""When a result on jax is the result of CPU torch.
+"""Criterion for equality of a result on jax and the result of CPU torch.
 
-Structure, shapes and dtypes are equal. Numbers agree within the tolerance that
-`torch.testing` has for their dtype. Where they do not, both are measured against the
-same computation in double precision: ours is within the tolerance of that, or, where
-rounding takes both away from it, no further than CPU torch's.
+Structure, shapes and dtypes are equal. Numbers agree within `torch.testing`'s tolerance
+for their dtype. Otherwise both are compared with the same computation in double
+precision. Ours must be within the tolerance of it, or, if rounding prevents that, no
+further from it than CPU torch's.
 """
 
 import dataclasses
@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 
 from torchax.tensor import Tensor
 
-# What JAX holds without x64; the numbers are compared, the width is documented.
+# Dtypes that JAX narrows without x64: the numbers are compared, the width is
+# documented.
 NARROWED = {
   torch.int64: torch.int32,
   torch.uint64: torch.uint32,
@@ -27,12 +28,12 @@ WIDE = {
   torch.float32: torch.float64,
   torch.complex64: torch.complex128,
 }
-# A rounding error may be this many times that of CPU torch, which adds in blocks.
+# Bound of our rounding error relative to CPU torch's, which sums in blocks.
 ROUNDING = 4.0
 
 
 def widened(tree):
-  """The tensors of a tree in double precision; dtypes among the values as well."""
+  """Widen the tensors of a tree to double precision, and dtypes among the values."""
 
   def widen(value):
     if hasattr(value, "acc_dtype"):  # options of linear_cross_entropy
@@ -47,17 +48,17 @@ def widened(tree):
 
 
 def assert_agree(actual, expected, exact=None, x64=False) -> None:
-  """Two trees agree.
+  """Assert that two trees agree.
 
   Args:
     actual: tree of jax tensors and values.
-    expected: the tree of CPU torch.
+    expected: tree of CPU torch.
     exact: None, or a function that computes the tree in double precision; called
-      only where numbers differ by more than their dtype's tolerance.
+      only if numbers differ by more than their dtype's tolerance.
     x64: 64-bit dtypes are kept.
 
   Raises:
-    AssertionError: they do not; says where and by how much.
+    AssertionError: they do not; the message says where and by how much.
   """
   actual_leaves = pytree.tree_leaves(actual)
   expected_leaves = pytree.tree_leaves(expected)
@@ -82,24 +83,24 @@ def assert_agree(actual, expected, exact=None, x64=False) -> None:
 
 
 def is_as_good(have, want, truth) -> bool:
-  """Ours is the exact result to its dtype's tolerance, or no further than CPU torch's.
+  """Return True if ours is within tolerance, or no further off than CPU torch's.
 
   Args:
-    have: ours.
-    want: CPU torch's, of the same dtype.
-    truth: the same in double precision.
+    have: our result.
+    want: CPU torch's result, of the same dtype.
+    truth: the result in double precision.
   """
   return _is_exact(have, truth) or _is_rounding(have, want, truth)
 
 
 def plain(tensor: torch.Tensor, x64: bool) -> torch.Tensor:
-  """A CPU tensor without lazy conjugation, in the width that jax has."""
+  """Return a CPU tensor without lazy conjugation, in the width that jax has."""
   tensor = tensor.detach().resolve_conj().resolve_neg()
   return tensor if x64 else tensor.to(NARROWED.get(tensor.dtype, tensor.dtype))
 
 
 def _is_exact(have, truth) -> bool:
-  """Within the tolerance of the computation in double precision."""
+  """Return True within the tolerance of the computation in double precision."""
   try:
     torch.testing.assert_close(have, truth.to(have.dtype), equal_nan=True)
   except AssertionError:
@@ -108,7 +109,7 @@ def _is_exact(have, truth) -> bool:
 
 
 def _is_rounding(have, want, truth) -> bool:
-  """Errors beyond the tolerance are, sorted by size, no larger than CPU torch's."""
+  """Return True if errors beyond it are, sorted by size, no larger than CPU torch's."""
   dtype = have.dtype
   truth = truth.to(WIDE[have.dtype])
   have, want = have.to(truth.dtype), want.to(truth.dtype)

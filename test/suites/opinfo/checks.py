@@ -1,7 +1,7 @@
-"""What is asked of one operator with one suggested input: CPU torch is the oracle.
+"""Checks of one operator with one suggested input: CPU torch is the oracle.
 
-Each check raises AssertionError, or what the operator raised. An input that CPU torch
-refuses is `NotComparable`.
+Each check raises AssertionError, or the operator's error. An input that CPU torch
+refuses raises `NotComparable`.
 """
 
 from collections.abc import Callable
@@ -18,11 +18,11 @@ from torchax.tensor import Tensor
 
 
 class NotComparable(Exception):
-  """CPU torch refuses the input as well."""
+  """Error of an input that CPU torch refuses as well."""
 
 
 class _Place:
-  """Where a tensor stands in what a compiled function returned."""
+  """Position of a tensor in the results of a compiled function."""
 
 
 def tensors_of(tree) -> list[torch.Tensor]:
@@ -34,7 +34,7 @@ def _is_differentiable(tensor: torch.Tensor) -> bool:
 
 
 def _copy_with_storage(tensor: torch.Tensor, device: str) -> torch.Tensor:
-  """A copy; one that shows a part of its storage shows the same part of a copy."""
+  """Copy a tensor; a view of part of its storage stays such a view of the copy."""
   tensor = tensor.detach()
   if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
     return tensor.clone().to(device)
@@ -51,7 +51,7 @@ def _copy_with_storage(tensor: torch.Tensor, device: str) -> torch.Tensor:
 
 
 def copied(tree, device: str, requires_grad=False, skip=()):
-  """The tensors of a tree as new leaves on a device; devices in it are that device."""
+  """Copy the tensors of a tree as new leaves to a device; replace devices in it."""
   seen = {}
 
   def copy(value):
@@ -73,7 +73,7 @@ def _parts(sample: SampleInput) -> tuple:
 
 
 def _on_cpu(call: Callable):
-  """What CPU torch makes of it."""
+  """Return the result of CPU torch."""
   torch.manual_seed(0)
   try:
     return call()
@@ -82,7 +82,7 @@ def _on_cpu(call: Callable):
 
 
 def _exactly(call: Callable, parts, output=lambda result: result) -> Callable:
-  """The same in double precision, where torch has it."""
+  """Return the result in double precision, if torch has it."""
 
   def compute():
     args, kwargs = widened(parts)
@@ -93,17 +93,17 @@ def _exactly(call: Callable, parts, output=lambda result: result) -> Callable:
 
 
 class Checks:
-  """The checks of one operator.
+  """Checks of one operator.
 
   Args:
-    name: as `database` names it.
+    name: name of the operator in `database`.
     op: its description.
     x64: 64-bit dtypes are kept.
   """
 
   def __init__(self, name: str, op: OpInfo, x64: bool):
     self.name, self.op, self.x64 = name, op, x64
-    # Of the calls that differ in the numbers of their tensors alone.
+    # Programs of calls that differ only in the numbers of their tensors.
     self._programs: dict[tuple, Callable] = {}
 
   def _agree(self, actual, expected, sample, exact) -> None:
@@ -119,7 +119,7 @@ class Checks:
     return _on_cpu(lambda: call(*args, **kwargs))
 
   def forward(self, sample: SampleInput) -> None:
-    """Values, shapes and dtypes of the results."""
+    """Compare values, shapes and dtypes of the results."""
     expected = self._expected(self.op, sample)
     args, kwargs = copied(_parts(sample), "jax")
     torch.manual_seed(0)
@@ -128,7 +128,7 @@ class Checks:
     self._agree(actual, expected, sample, _exactly(self.op, _parts(sample)))
 
   def jit(self, sample: SampleInput) -> None:
-    """The same in a function compiled by `jax_jit`."""
+    """Compare them in a function compiled by `jax_jit`."""
     expected = self._expected(self.op, sample)
     args, kwargs = copied(_parts(sample), "jax")
     leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -138,7 +138,7 @@ class Checks:
       filled = [next(rest) if isinstance(v, Tensor) else v for v in leaves]
       args, kwargs = pytree.tree_unflatten(filled, spec)
       result = self.op(*args, **kwargs)
-      # What torch returns besides tensors is known while tracing.
+      # Results of torch other than tensors are known while tracing.
       others.append(pytree.tree_map_only(Tensor, lambda _: _Place(), result))
       return tensors_of(result)
 
@@ -151,7 +151,7 @@ class Checks:
     self._agree(filled, expected, sample, _exactly(self.op, _parts(sample)))
 
   def gradient(self, sample: SampleInput) -> None:
-    """Gradients of all inputs that torch differentiates, by eager autograd."""
+    """Compare gradients of all inputs that torch differentiates, by eager autograd."""
     skip, (expected, _) = self._cpu_gradient(sample)
     torch.manual_seed(0)
     with torchax.default_env():
@@ -159,7 +159,7 @@ class Checks:
     self._gradients_agree(actual, expected, sample, skip)
 
   def jax_gradient(self, sample: SampleInput) -> None:
-    """The same by `jax_value_and_grad`, compiled."""
+    """Compare gradients by `jax_value_and_grad`, compiled."""
     skip, (expected, weights) = self._cpu_gradient(sample)
     call = DifferentiatedCall(self.op, sample, skip, weights)
     program = self._programs.setdefault(call.key, call.compiled())
@@ -179,7 +179,7 @@ class Checks:
     assert_agree(actual, expected, exact, self.x64)
 
   def _cpu_gradient(self, sample):
-    """The gradients and the inputs that torch refuses to differentiate."""
+    """Return the gradients and the inputs that torch refuses to differentiate."""
     skip = set()
     parts = tensors_of(_parts(sample))
     while True:
@@ -193,7 +193,7 @@ class Checks:
         skip.add(id(refused))
 
   def _gradients(self, sample, device, skip, parts=None):
-    """Gradients of a fixed weighting of the results, and the weights by place."""
+    """Return gradients of a fixed weighting of the results, and its weights."""
     args, kwargs = copied(parts or _parts(sample), device, True, skip)
     result = sample.output_process_fn_grad(self.op(*args, **kwargs))
     results = enumerate(tensors_of(result))
@@ -208,7 +208,7 @@ class Checks:
     return found, dict(zip(outputs, drawn))
 
   def in_place(self, sample: SampleInput) -> None:
-    """The in-place form changes its input as CPU torch does, or refuses as well."""
+    """Compare the in-place form: it changes its input or refuses as CPU torch does."""
     self._changes(sample, self.op.inplace_variant)
 
   def _changes(self, sample, variant) -> None:
@@ -239,7 +239,7 @@ class Checks:
     raise AssertionError(f"CPU torch raises {type(error).__name__}: {error}")
 
   def out(self, sample: SampleInput) -> None:
-    """`out=` is filled and returned; one without elements is resized."""
+    """Compare `out=`, which is filled and returned; one without elements is resized."""
     shapes = self._expected(self.op, sample)
 
     def into(device, args, kwargs):
@@ -260,7 +260,7 @@ class Checks:
     self._agree(actual, expected, sample, _exactly(self.op, _parts(sample)))
 
   def error(self, error_input) -> None:
-    """Where torch raises, we raise."""
+    """Assert that jax raises where torch does."""
     sample = error_input.sample_input
     try:
       args, kwargs = copied(_parts(sample), "cpu")
@@ -275,20 +275,20 @@ class Checks:
 
 
 def assert_same_refusal(ours: Exception, theirs: Exception) -> None:
-  """Ours is of torch's class of error."""
+  """Assert that our error has torch's class."""
   assert isinstance(ours, type(theirs)), (
     f"{type(ours).__name__} ({ours}) instead of {type(theirs).__name__} ({theirs})"
   )
 
 
 class DifferentiatedCall:
-  """One call of an operator, whose gradients JAX takes.
+  """Call of an operator whose gradients JAX takes.
 
   Args:
     op: the operator.
-    sample: what it is called with.
-    skip: the ids of tensors that are held constant.
-    weights: of the resulting tensors that are differentiated, by place.
+    sample: arguments of the call.
+    skip: ids of tensors that are held constant.
+    weights: weights of the resulting tensors that are differentiated, by position.
   """
 
   def __init__(self, op: OpInfo, sample: SampleInput, skip: set, weights: dict):
@@ -296,7 +296,7 @@ class DifferentiatedCall:
     self._op, self._outputs = op, sample.output_process_fn_grad
     self._weights = {str(place): copied(w, "jax") for place, w in weights.items()}
     self._leaves = copied(leaves, "jax")
-    # A tensor that is there twice is one operand.
+    # A repeated tensor is one operand.
     first = {id(leaf): place for place, leaf in reversed(list(enumerate(leaves)))}
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     wanted = [t for t in tensors if _is_differentiable(t) and id(t) not in skip]
@@ -306,16 +306,16 @@ class DifferentiatedCall:
 
   @property
   def key(self) -> tuple:
-    """Equal for calls that one program computes."""
+    """Key, equal for calls that one program computes."""
     numbers = [leaf for leaf in self._leaves if not isinstance(leaf, torch.Tensor)]
-    # Its structure is in the origins: slices among the numbers have no hash.
+    # Its structure is part of the origins: slices among the numbers have no hash.
     return (
       *(repr(numbers), repr(self._spec), self._outputs),
       *(tuple(self._asked), tuple(self._origin), tuple(self._weights)),
     )
 
   def compiled(self) -> Callable:
-    """The program: of what is differentiated, of what is not, and of weights."""
+    """Program of the differentiated tensors, the other tensors and the weights."""
 
     def weighted(wanted, rest, weights):
       given = wanted | rest
@@ -333,7 +333,7 @@ class DifferentiatedCall:
     return jax_jit(jax_value_and_grad(weighted))
 
   def gradients(self, program: Callable) -> list[Tensor]:
-    """The gradients as torch has them, one for each tensor that is differentiated."""
+    """Return torch's gradients, one for each differentiated tensor."""
     wanted = {str(place): self._leaves[place] for place in self._asked}
     rest = {
       str(place): self._leaves[place]
@@ -358,14 +358,14 @@ def _exactly_gradient(checks: Checks, sample, skip) -> Callable:
 
 
 def _weights(output: torch.Tensor, seed: int) -> torch.Tensor:
-  """Fixed numbers in [0, 1) that bfloat16 holds, in the output's dtype and place."""
+  """Return fixed numbers in [0, 1) that bfloat16 holds, in the output's dtype."""
   generator = torch.Generator().manual_seed(seed)
   drawn = torch.rand(output.shape, generator=generator, device="cpu")
   return drawn.bfloat16().to(output.dtype).to(output.device)
 
 
 def _refused(error: Exception, parts, skip):
-  """The next input to hold constant, if torch says that one has no derivative."""
+  """Return the next input to hold constant, if torch reports one without derivative."""
   if "not differentiable with respect to argument" not in str(error):
     return None
   rest = [t for t in parts if _is_differentiable(t) and id(t) not in skip]

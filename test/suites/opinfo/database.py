@@ -11,7 +11,7 @@ import torch
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
-# All suggested inputs, as `make test-opinfo` has it, or the few of the quick form.
+# All suggested inputs for `make test-opinfo`, or a few for the quick form.
 IS_FULL = os.environ.get("TORCHAX_OPINFO") == "full"
 
 DTYPES = (
@@ -25,18 +25,18 @@ DTYPES = (
 
 
 def name_of(op: OpInfo) -> str:
-  """The operator's name with its variant."""
+  """Return the operator's name with its variant."""
   return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name
 
 
 @functools.cache
 def operators() -> dict[str, OpInfo]:
-  """All of `op_db` by name."""
+  """Return all of `op_db` by name."""
   return {name_of(op): op for op in op_db}
 
 
 def cases(dtypes=DTYPES) -> list[tuple[str, torch.dtype]]:
-  """(operator, dtype) for what torch supports on the CPU."""
+  """Return (operator, dtype) for all that torch supports on the CPU."""
   return [
     (name, dtype)
     for name, op in operators().items()
@@ -46,7 +46,7 @@ def cases(dtypes=DTYPES) -> list[tuple[str, torch.dtype]]:
 
 
 def samples(op: OpInfo, dtype: torch.dtype, most: int | None) -> list[SampleInput]:
-  """At most `most` of the suggested inputs, spread over all of them."""
+  """Return at most `most` of the suggested inputs, spread over all of them."""
   with torch.random.fork_rng(devices=()):
     torch.manual_seed(0)
     suggested = list(op.sample_inputs("cpu", dtype, requires_grad=False))
@@ -56,7 +56,7 @@ def samples(op: OpInfo, dtype: torch.dtype, most: int | None) -> list[SampleInpu
 
 
 def error_inputs(op: OpInfo) -> list:
-  """The wrong calls that torch suggests, each with the error that it raises."""
+  """Return the wrong calls that torch suggests, each with its error."""
   with torch.random.fork_rng(devices=()):
     torch.manual_seed(0)
     return list(op.error_inputs("cpu"))

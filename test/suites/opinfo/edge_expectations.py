@@ -1,4 +1,4 @@
-"""What differs from CPU torch's gradients at edge points, a row each, with the reason.
+"""Differences from CPU torch's gradients at edge points, one a row, with the reason.
 
 Rows of `expectations.py` for the same checks hold here as well.
 """
@@ -13,10 +13,10 @@ CHECKS = ("gradient", "jax_gradient")
 
 @dataclasses.dataclass(frozen=True)
 class EdgeDifference(expectations.Difference):
-  """A row for edge points.
+  """Row for edge points.
 
   Attributes:
-    points: which, as `edge_points.py` names them; all if empty.
+    points: names of points in `edge_points.py`; all if empty.
   """
 
   points: tuple[str, ...] = ()
@@ -169,7 +169,7 @@ DIFFERENCES: tuple[EdgeDifference, ...] = (
 
 
 def expected(operator: str, check: str, point: str, problem: Exception):
-  """The row for a failure, if there is one."""
+  """Return the row for a failure, or None."""
   general = expectations.expected(operator, check, torch.float32)
   rows = [row for row in DIFFERENCES if row.covers(operator, check, torch.float32)]
   rows = [row for row in rows if not row.points or point in row.points]

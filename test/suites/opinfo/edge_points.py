@@ -1,9 +1,9 @@
-"""Points at which a derivative is a choice, made of the inputs that torch suggests.
+"""Points where a derivative is a convention, made from the inputs that torch suggests.
 
-Zeros, ties, bounds, infinities, repeated indices, padding, ignored labels, masks
-that are all one and inputs without elements. All but the last keep the shapes of the
-input that they are made of, so one compiled function serves them. NaN is not among
-them: torch's own loops over a vector and over its last elements differ there.
+They are zeros, ties, bounds, infinities, repeated indices, padding, ignored labels,
+masks that are all one, and inputs without elements. All except the last keep the shapes
+of the suggested input, so one compiled function serves them. NaN is left out: torch's
+own loops over a vector and over its last elements differ there.
 """
 
 import itertools
@@ -14,24 +14,24 @@ import torch
 from torch.testing._internal.opinfo.core import SampleInput
 from torch.utils import _pytree as pytree
 
-# Where functions of one number have their corners: relu6, hardsigmoid, logit ….
+# Corners of functions of one number: relu6, hardsigmoid, logit ….
 CORNERS = (0.0, 1.0, -1.0, 0.5, -0.5, 3.0, -3.0, 6.0, 2.0, 20.0)
-# The operators that ignore a label, and the label without `ignore_index`.
+# Operators that ignore a label -> the label without `ignore_index`.
 IGNORING, IGNORED = ("cross_entropy", "nll_loss"), -100
-# The operators of lists of labels, and what ends a list.
+# Operators of lists of labels -> the end of a list.
 LISTING, ENDED = ("multilabel_margin_loss",), -1
-# CPU torch ends the process there.
+# Operators with which CPU torch ends the process.
 CRASHES = (("nn.functional.pdist", "empty"),)
 
 
 def edge_points(name: str, sample: SampleInput) -> Iterator[tuple[str, SampleInput]]:
-  """(its name, input) for each edge point of an input that is suggested.
+  """Yield (its name, input) for each edge point of a suggested input.
 
-  The input's own dtypes and arguments that are not tensors stay. Some of these inputs
-  make no sense to an operator: CPU torch refuses these.
+  The input's dtypes and its arguments other than tensors are kept. Some of these inputs
+  are invalid for an operator: CPU torch refuses these.
 
   Args:
-    name: of the operator.
+    name: name of the operator.
     sample: the input.
   """
   for point, change in _CHANGES.items():
@@ -41,7 +41,7 @@ def edge_points(name: str, sample: SampleInput) -> Iterator[tuple[str, SampleInp
 
 
 def _changed(name: str, sample: SampleInput, change: Callable) -> SampleInput | None:
-  """The input with other tensors; None where the change does not concern it."""
+  """Return the input with changed tensors, or None if no tensor changes."""
   parts = (sample.input, sample.args, sample.kwargs)
   leaves, spec = pytree.tree_flatten(parts)
   made: dict[int, torch.Tensor] = {}
@@ -66,13 +66,13 @@ def _changed(name: str, sample: SampleInput, change: Callable) -> SampleInput | 
 
 
 class _Setting:
-  """What a tensor of an input stands among.
+  """Context of a tensor in an input.
 
   Attributes:
-    name: the operator's.
+    name: name of the operator.
     sample: the input.
     leaves: all of its arguments.
-    numbers: the finite ones that are Python numbers.
+    numbers: its finite Python numbers.
     is_first: no tensor of floats is before it.
   """
 
@@ -81,7 +81,7 @@ class _Setting:
     self.numbers, self.is_first = numbers, is_first
 
   def other(self, tensor: torch.Tensor) -> torch.Tensor | None:
-    """The second tensor of floats, if it has this one's shape."""
+    """Second tensor of floats, if it has this one's shape."""
     others = [
       leaf
       for leaf in self.leaves
@@ -99,7 +99,7 @@ def _is_index(tensor: torch.Tensor) -> bool:
 
 
 def _like(tensor: torch.Tensor, values) -> torch.Tensor:
-  """The values, over and over, in a tensor's shape and dtype."""
+  """Return the values, repeated, in a tensor's shape and dtype."""
   cycle = itertools.islice(itertools.cycle(values), tensor.numel())
   return torch.tensor(list(cycle), dtype=tensor.dtype).reshape(tensor.shape)
 
@@ -111,40 +111,40 @@ def _with_first(tensor: torch.Tensor, value: float) -> torch.Tensor:
 
 
 def _floats(make: Callable) -> Callable:
-  """A change of all tensors of floats."""
+  """Return a change of all tensors of floats."""
   return lambda t, s: make(t) if _is_inexact(t) and t.numel() else t
 
 
 def _first(make: Callable) -> Callable:
-  """A change of the first tensor of floats."""
+  """Return a change of the first tensor of floats."""
   return lambda t, s: make(t, s) if _is_inexact(t) and s.is_first and t.numel() else t
 
 
 def _others(make: Callable) -> Callable:
-  """A change of all tensors of floats but the first."""
+  """Return a change of all tensors of floats except the first."""
   return lambda t, s: make(t) if _is_inexact(t) and not s.is_first else t
 
 
 def _bounds(tensor, setting):
-  """At the corners of functions, and at the numbers that the call names."""
+  """Return values at the corners of functions and at the numbers in the call."""
   named = [sign * number for number in setting.numbers for sign in (1, -1)]
   return _like(tensor, [*named, *CORNERS])
 
 
 def _apart(tensor, setting):
-  """At those distances from the second tensor."""
+  """Return values at these distances from the second tensor."""
   other = setting.other(tensor)
   return tensor if other is None else other.detach() + _bounds(tensor, setting)
 
 
 def _same(tensor, setting):
-  """Equal to the second tensor."""
+  """Return values equal to the second tensor."""
   other = setting.other(tensor)
   return tensor if other is None else other.detach().to(tensor.dtype)
 
 
 def _repeated(tensor, setting):
-  """Every index is the first one."""
+  """Make every index the first one."""
   if not _is_index(tensor) or tensor.numel() < 2:
     return tensor
   return torch.full_like(tensor, tensor.flatten()[0].item())
@@ -157,7 +157,7 @@ def _every_other(tensor, value):
 
 
 def _padding(tensor, setting):
-  """Every other index is the padding, where the call names one."""
+  """Make every other index the padding, if the call has one."""
   padding = setting.sample.kwargs.get("padding_idx")
   if padding is None or not _is_index(tensor) or tensor is not setting.sample.input:
     return tensor
@@ -165,7 +165,7 @@ def _padding(tensor, setting):
 
 
 def _ignored(tensor, setting):
-  """Every other label is one that is ignored."""
+  """Make every other label one that is ignored."""
   if not _is_index(tensor) or not setting.name.partition(".chunk")[0].endswith(
     IGNORING
   ):
@@ -174,7 +174,7 @@ def _ignored(tensor, setting):
 
 
 def _ended(tensor, setting):
-  """Lists of labels that end before their last place."""
+  """End lists of labels before their last position."""
   is_list = _is_index(tensor) and setting.name.endswith(LISTING)
   return _every_other(tensor, ENDED) if is_list else tensor
 
@@ -184,7 +184,7 @@ def _masks(value: bool) -> Callable:
 
 
 def _empty(tensor, setting):
-  """No elements along the first dimension of tensors that share its length."""
+  """Drop all elements along the first dimension of tensors that share its length."""
   lengths = {
     leaf.shape[0] if leaf.dim() else None
     for leaf in setting.leaves

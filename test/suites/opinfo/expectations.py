@@ -1,7 +1,7 @@
-"""What differs from CPU torch, a row for each difference, with the reason.
+"""Differences from CPU torch, one a row, with the reason.
 
-`test_op_db.py` fails where an operator differs that is not listed here; `make
-test-opinfo` also where a row was not needed.
+`test_op_db.py` fails if an operator differs that is not listed here. `make test-opinfo`
+also fails if a row was not needed.
 """
 
 import dataclasses
@@ -17,15 +17,15 @@ GRADIENTS = ("gradient", "jax_gradient")
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-  """One row.
+  """Expected difference.
 
   Attributes:
     operators: names, with `*` for any characters.
-    checks: in which of `CHECKS`.
-    reason: why it differs.
-    raises: the error; AssertionError where numbers, shapes or dtypes differ.
-    dtypes: where; everywhere if empty.
-    message: part of the error's text, or several of which one is.
+    checks: names of `CHECKS`.
+    reason: reason of the difference.
+    raises: the error; AssertionError if numbers, shapes or dtypes differ.
+    dtypes: dtypes that differ; all if empty.
+    message: part of the error's text, or several parts that are alternatives.
     since: a version of torch whose tests have the operators; older ones may lack them.
   """
 
@@ -45,7 +45,7 @@ class Difference:
     return check in self.checks and is_dtype and self.names(operator)
 
   def matches(self, problem: Exception) -> bool:
-    """The problem is the one that is expected."""
+    """Return True if the problem is the expected one."""
     parts = (self.message,) if isinstance(self.message, str) else self.message
     return isinstance(problem, self.raises) and any(p in str(problem) for p in parts)
 
@@ -222,7 +222,7 @@ DIFFERENCES: tuple[Difference, ...] = (
 
 
 def expected(operator: str, check: str, dtype: torch.dtype) -> Difference | None:
-  """The row for a check of an operator, if there is one."""
+  """Return the row for a check of an operator, or None."""
   rows = [row for row in DIFFERENCES if row.covers(operator, check, dtype)]
   assert len(rows) <= 1, f"{operator} {check} {dtype} has {len(rows)} rows"
   return rows[0] if rows else None

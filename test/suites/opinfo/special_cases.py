@@ -1,12 +1,11 @@
-"""Operators whose results are not numbers to compare one by one."""
+"""Operators whose results cannot be compared number by number."""
 
 import functools
 
 import torch
 from torch.utils import _pytree as pytree
 
-# Drawn numbers: shapes and dtypes are compared here, laws and distributions in
-# test/rng.
+# Random numbers: shapes and dtypes are compared here, distributions in test/rng.
 RANDOM = frozenset(
   {
     *("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "multinomial"),
@@ -18,7 +17,7 @@ RANDOM = frozenset(
     *("nn.functional.rrelu", "pca_lowrank", "svd_lowrank"),
   }
 )
-# Memory that nobody wrote.
+# Uninitialized memory.
 UNDEFINED = frozenset(
   {
     *("empty", "empty_like", "empty_permuted", "empty_strided"),
@@ -28,12 +27,12 @@ UNDEFINED = frozenset(
 
 
 def without_numbers(tree):
-  """The tree with zeros in its tensors."""
+  """Return the tree with zeros in its tensors."""
   return pytree.tree_map_only(torch.Tensor, torch.zeros_like, tree)
 
 
 def is_drawn(name: str, sample) -> bool:
-  """True where a result holds random numbers."""
+  """Return True if a result holds random numbers."""
   if name in RANDOM:
     return True
   if name == "nn.functional.multi_head_attention_forward":
@@ -44,7 +43,7 @@ def is_drawn(name: str, sample) -> bool:
 
 
 def comparable(name: str, result, sample):
-  """What of a result is unique."""
+  """Return the unique part of a result."""
   if name in UNDEFINED or is_drawn(name, sample):
     return without_numbers(result)
   return UNIQUE[name](result, sample) if name in UNIQUE else result
@@ -58,9 +57,9 @@ def _product(factors):
 
 
 def _values_alone(result, sample, place=1):
-  """Indices of equal elements may be any of them: what they point to is compared.
+  """Indices of equal elements are arbitrary: the elements themselves are compared.
 
-  `place` is that of `dim` among the arguments after the input.
+  `place` is the position of `dim` among the arguments after the input.
   """
   values, indices = result
   if not values.dim() or not sample.input.dim():
@@ -73,12 +72,12 @@ def _values_alone(result, sample, place=1):
 
 
 def _projections(vectors):
-  """Eigenvectors are unique up to a factor of length one, which these do not have."""
+  """Return projections: eigenvectors are unique only up to a factor of length one."""
   return vectors.unsqueeze(-2) * vectors.conj().unsqueeze(-3)
 
 
 def _svd(result, sample):
-  """The singular values, and the product of the factors where there are any."""
+  """Return the singular values, and the product of the factors if there are any."""
   if isinstance(result, torch.Tensor):
     return result
   left, values, right = result
@@ -89,7 +88,7 @@ def _svd(result, sample):
 
 
 def _svd_of_torch(result, sample):
-  """`torch.svd` returns the right vectors as columns; zeros if none were asked for."""
+  """`torch.svd` returns right vectors as columns, or zeros if they are not computed."""
   left, values, right = result
   return _svd((left, values, right.mH), sample)
 
@@ -104,7 +103,7 @@ def _exponential(result, sample):
 
 
 def _ordered(result, sample):
-  """The elements in the order of `argsort`; equal ones may be exchanged."""
+  """Return the elements in the order of `argsort`; equal ones may be exchanged."""
   dim = sample.args[0] if sample.args else sample.kwargs.get("dim", -1)
   source = sample.input.to(result.device)
   return source.gather(dim, result.long()) if source.dim() else result

@@ -1,4 +1,4 @@
-"""torch's core ATen operations, which every backend is asked for, have a plan each."""
+"""Core ATen operations of torch, which every backend needs, have a plan each."""
 
 import pytest
 import torch

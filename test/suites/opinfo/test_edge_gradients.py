@@ -1,7 +1,7 @@
-"""Gradients where a derivative is a choice: eager, and by JAX, against CPU torch.
+"""Gradients where a derivative is a convention: eager and by JAX, against CPU torch.
 
-The quick form takes the edge points of one suggested input, `make test-opinfo` of two,
-and then a row of `edge_expectations.py` that an operator does not need fails.
+The quick form takes the edge points of one suggested input, `make test-opinfo` those of
+two. The latter also fails for a row of `edge_expectations.py` that no operator needs.
 """
 
 import warnings
@@ -26,7 +26,7 @@ def _samples(op) -> list[SampleInput]:
 
 
 def _failures(name: str):
-  """(point, check, error) of all that differs."""
+  """Return (point, check, error) of each difference."""
   checks = Checks(name, database.operators()[name], x64=False)
   for sample in _samples(checks.op):
     points = edge_points.edge_points(name, sample)
@@ -44,7 +44,7 @@ def _failures(name: str):
 def test_gradients_at_edge_points_are_those_of_cpu_torch(name):
   failures, needed = [], set()
   with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch's on experimental and renamed functions
+    warnings.simplefilter("ignore")  # torch warns of experimental and renamed functions
     for point, check, error in _failures(name):
       row = edge_expectations.expected(name, check, point, error)
       needed.add(row)
@@ -71,7 +71,7 @@ def test_row_names_existing_operators_and_points(row):
   assert set(row.points) <= set(edge_points.NAMES)
 
 
-# --- The generator ------------------------------------------------------------------
+# Generator of edge points ------------------------------------------------------------
 
 
 def _points(name, *args, **kwargs) -> dict[str, SampleInput]:

@@ -1,7 +1,7 @@
-"""Every operator of torch's `op_db`, in every dtype, against CPU torch.
+"""Operators of torch's `op_db`, in every dtype, against CPU torch.
 
-The quick form takes few of the suggested inputs; `make test-opinfo` takes many, and
-`tools/operator_coverage.py` then says which rows of `expectations.py` were not needed.
+The quick form takes few of the suggested inputs. `make test-opinfo` takes many, and
+`tools/operator_coverage.py` then lists rows of `expectations.py` that were not needed.
 """
 
 import warnings
@@ -13,8 +13,8 @@ from opinfo import database, expectations
 from opinfo.checks import Checks, NotComparable
 from packaging import version
 
-# How many inputs each check takes. `test_edge_gradients.py` has more gradients by JAX:
-# there one compiled function serves an input and its edge points.
+# Number of inputs for each check. `test_edge_gradients.py` has more gradients by JAX,
+# because one compiled function serves an input and its edge points there.
 FULL = {
   "forward": 10,
   "gradient": 10,
@@ -39,7 +39,7 @@ QUICK = {
   torch.complex64: {"forward": 1, "gradient": 1},
   torch.float64: {"forward": 1, "gradient": 1},
 }
-# 64 bits are kept where the dtype or the error needs them.
+# Keep 64 bits if the dtype or the error needs them.
 X64 = (torch.int64, torch.float64)
 
 
@@ -54,7 +54,7 @@ def _is_asked(check: str, op, dtype: torch.dtype) -> bool:
 
 
 def _problems(checks: Checks, check: str, inputs) -> list[Exception] | str:
-  """All failures; or why nothing could be compared, if nothing could."""
+  """Return all failures, or the reason why nothing could be compared."""
   refused, problems = None, []
   compared = 0
   for given in inputs:
@@ -69,7 +69,7 @@ def _problems(checks: Checks, check: str, inputs) -> list[Exception] | str:
 
 
 def _verdict(name, check, dtype, problems) -> str:
-  """What is recorded of a check.
+  """Return the verdict on a check for the report.
 
   Raises:
     AssertionError: there is a problem that is not expected; the first such one.
@@ -98,7 +98,8 @@ def test_agrees_with_cpu_torch(name, dtype, record_property):
       continue
     x64 = dtype in X64 or check == "error"
     with warnings.catch_warnings(), jax.enable_x64(x64):
-      warnings.simplefilter("ignore")  # torch's on experimental and renamed functions
+      # Torch warns of experimental and renamed functions.
+      warnings.simplefilter("ignore")
       is_error = check == "error"
       given = (
         database.error_inputs(op) if is_error else database.samples(op, dtype, most)

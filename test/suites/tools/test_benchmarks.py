@@ -1,4 +1,4 @@
-"""The benchmark's own arithmetic; its figures are for `make bench`."""
+"""Arithmetic of the benchmarks; `make bench` measures the times."""
 
 import time
 

@@ -44,7 +44,7 @@ def project(tmp_path):
 @pytest.mark.parametrize(
   "changed, tests",
   [
-    # Importers of a module, one step up, and not `torchax` itself.
+    # Importers of a module, one level up, and not `torchax` itself.
     ("torchax/core/storage.py", {"core/test_storage.py"}),
     (
       "torchax/core/views.py",
@@ -54,7 +54,7 @@ def project(tmp_path):
     ("torchax/core/_words.py", {"core/test_words.py"}),
     ("torchax/core/deleted.py", set()),
     ("test/core/test_view.py", {"core/test_view.py"}),
-    # Helpers of tests at any depth.
+    # Helpers of tests, at any depth.
     ("test/helper.py", {"ops/test_rows.py"}),
     ("tools/table.py", {"suites/tools/test_table.py"}),
     ("docs/page.md", {"suites/house/test_docs.py"}),

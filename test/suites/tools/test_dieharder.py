@@ -1,6 +1,6 @@
-"""What `make test-dieharder` makes of what dieharder says.
+"""Reports of `make test-dieharder`, from the output of dieharder.
 
-The program itself is needed by one test only; elsewhere a script stands for it.
+One test needs the program itself; in the others a script replaces it.
 """
 
 import itertools
@@ -80,19 +80,19 @@ def test_output_that_is_cut_off_or_unknown_is_refused(text, message):
 def test_the_exact_p_value_is_that_of_the_values():
   values = (0.53148523, 0.60367462)
   row = Row("diehard_craps", 0, 1.0, FAILED, values)
-  # What dieharder computes of them, as the page says.
+  # Results that dieharder computes from them, as the page describes.
   places = np.arange(1, 3) / 3
   assert stats.kstwo.sf(np.abs(values - places).max(), 2) == row.p
   assert row.exact == stats.kstest(values, "uniform").pvalue < 0.5
   assert Row("dab_dct", 256, 0.9, PASSED, (0.9,)).exact == 0.9
 
 
-# Running it --------------------------------------------------------------------------
+# Runs --------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def stand_in(tmp_path, monkeypatch):
-  """Puts a shell script in dieharder's place."""
+  """Put a shell script in dieharder's place."""
 
   def put(script: str):
     path = tmp_path / "dieharder"
@@ -180,7 +180,7 @@ def test_without_dieharder_the_program_says_how_to_get_it(tmp_path, monkeypatch)
 def test_a_small_test_of_dieharder_itself_runs():
   test = Test(100, "sts_monobit", 1_000, 20)
   row, again = (dieharder.run(test, rng_stream.dump("seeds"))[0][0] for _ in range(2))
-  assert row == again  # the words are the same ones, so a line can be repeated
+  assert row == again  # the words are equal, so a line can be repeated
   assert row.assessment == PASSED
   assert row.p > row.exact > 1e-3
   words = itertools.repeat(next(rng_stream.dump("seeds")) & np.uint32(0xFFFFFF0F))
@@ -188,7 +188,7 @@ def test_a_small_test_of_dieharder_itself_runs():
   assert spoilt.assessment == FAILED
 
 
-# The list ----------------------------------------------------------------------------
+# List of tests -----------------------------------------------------------------------
 
 
 def test_list_omits_tests_that_dieharder_warns_of():
@@ -215,7 +215,7 @@ def test_a_repeat_has_more_p_values_or_a_larger_sample():
   assert grown.arguments == ("-d", "208", "-n", "0", "-t", "2000", "-p", "1")
 
 
-# What is a failure -------------------------------------------------------------------
+# Failures ----------------------------------------------------------------------------
 
 
 def _run(*assessments: str, p: float = 0.5) -> Run:
@@ -242,7 +242,7 @@ def _repeated(*runs: Run) -> list[Run]:
 )
 def test_weak_result_is_rerun_and_failed_result_is_not(runs, expected):
   runs = [_run(*said) for said in runs]
-  # A run that is not expected would be one too many.
+  # An unexpected run would be one too many.
   assert _repeated(*runs) == runs
   found = {"counter": [runs]}
   assert dieharder_report.failures(found) == [f"counter: {line}" for line in expected]

@@ -1,4 +1,4 @@
-"""The page on training scripts says what the report says, and knows each library."""
+"""The page on training scripts has the table of the report, and knows each library."""
 
 import re
 

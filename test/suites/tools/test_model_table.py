@@ -1,4 +1,4 @@
-"""The page on models says what the report says, and its table is up to date."""
+"""The page on models has the table of the report, and is up to date."""
 
 import pytest
 from models.ways import WAYS
@@ -11,7 +11,7 @@ RESULTS, GRADIENTS, DRAWS = model_table.CHECKS
 
 
 def _report(tmp_path, *cases: tuple[str, str]):
-  """A report of tests by name and what pytest wrote into their element."""
+  """Return a report of tests, by name and content of their element."""
   inner = "".join(f'<testcase name="{n}">{outcome}</testcase>' for n, outcome in cases)
   path = tmp_path / "report.xml"
   path.write_text(f"<testsuites><testsuite>{inner}</testsuite></testsuites>")

@@ -1,4 +1,4 @@
-"""The page on operators says what the report says."""
+"""The page on operators has the tables of the report."""
 
 import pytest
 from opinfo import expectations

@@ -1,4 +1,4 @@
-"""The table of programs has what the report says, and a row for each program."""
+"""The table of programs has the rows of the report, one for each program."""
 
 import re
 

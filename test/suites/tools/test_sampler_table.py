@@ -1,4 +1,4 @@
-"""The page on samplers says what the report says, and has a row for each of them."""
+"""The page on samplers has the table of the report, and a row for each sampler."""
 
 import jax.numpy as jnp
 import pytest
@@ -9,7 +9,7 @@ from tools import sampler_table, tables
 
 
 def _report(tmp_path, *cases: tuple[str, dict[str, str]]):
-  """A report of tests by name and what they recorded."""
+  """Return a report of tests, by name and recorded properties."""
   inner = ""
   for name, found in cases:
     values = "".join(f'<property name="{k}" value="{v}"/>' for k, v in found.items())

@@ -1,4 +1,4 @@
-"""What the soak measures: peaks after a warm-up, held against a bound."""
+"""Peaks after the warm-up of the soak, and their bound."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tools.soak import Sample
 
 
 def samples(memory, count=50, hours=1.0):
-  """Samples at even times, whose memory is a function of the hours."""
+  """Return samples at even times, whose memory is a function of the hours."""
   times = [hours * n / (count - 1) for n in range(count)]
   return [Sample(t, memory(t), arrays=7, programs=40, objects=1000) for t in times]
 

@@ -1,4 +1,4 @@
-"""The part of a page of the docs that a tool writes."""
+"""Tables in pages of the docs that a tool writes."""
 
 import pytest
 from source_tree import ROOT

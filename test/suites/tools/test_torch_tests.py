@@ -160,7 +160,7 @@ def test_each_test_is_compared_with_cpu_torch(folder, capsys):
   assert "| test_fake.py | x64 | 9 | 4 | 1 jax arrays have no strides | 3 | 1 |" in said
   assert "| all | 32 bits | 9 | 5 |" in page.read_text()
   assert "1 64 bits" in page.read_text()
-  # A report is judged again without a run of the tests.
+  # A report is judged again without running the tests.
   rows = f"--expectations={expectations(folder)}"
   assert torch_tests.main([*arguments, rows, "--resume"]) == 1
   assert "FAULT (x64) test_fake.py::TestFake::test_layout" in capsys.readouterr().out

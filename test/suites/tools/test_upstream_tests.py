@@ -46,7 +46,7 @@ BASE = {
   "test/helper.py": "def two():\n  return 2\n",
   "test/test_ops.py": PASSES.format(beside="test", root=str(ROOT)),
 }
-# Quick, where it does not matter whose torchax it is.
+# Faster, for tests that do not depend on whose torchax is imported.
 QUICK = {**BASE, "test/test_ops.py": "def test_add():\n  pass\n"}
 NO_ROWS = ""
 SPARSE = """

@@ -14,7 +14,7 @@ env = torchax.default_env()
 
 
 class LastOfLSTM(torch.nn.Module):
-  """Reads a sequence, answers from its last step."""
+  """Recurrent network that answers from its last step."""
 
   def __init__(self):
     super().__init__()
@@ -27,7 +27,7 @@ class LastOfLSTM(torch.nn.Module):
 
 
 class SelfAttention(torch.nn.Module):
-  """Attends to itself and averages."""
+  """Self-attention and an average over positions."""
 
   def __init__(self):
     super().__init__()
@@ -54,7 +54,7 @@ class Encoder(torch.nn.Module):
 
 
 def cnn() -> torch.nn.Module:
-  """Convolution, BatchNorm, pooling, linear."""
+  """Return convolution, BatchNorm, pooling, linear."""
   return torch.nn.Sequential(
     torch.nn.Conv2d(1, 3, 3, padding=1),
     torch.nn.BatchNorm2d(3),
@@ -68,7 +68,7 @@ def cnn() -> torch.nn.Module:
 
 
 def mlp() -> torch.nn.Module:
-  """Two layers with a GELU."""
+  """Return two layers with a GELU."""
   return torch.nn.Sequential(
     torch.nn.Linear(4, 6), torch.nn.GELU(), torch.nn.Linear(6, 3)
   )
@@ -107,7 +107,7 @@ def train(model, optimizer, loss_function, inputs, targets) -> list[float]:
 
 
 def trained_twins(model_name, optimizer_name, loss_name, environment):
-  """Trains a model on the CPU and on jax from the same parameters."""
+  """Train a model on the CPU and on jax from the same parameters."""
   make, inputs = MODELS[model_name]
   loss_function, targets = LOSSES[loss_name]
   torch.manual_seed(0)
@@ -128,10 +128,10 @@ def trained_twins(model_name, optimizer_name, loss_name, environment):
   return (cpu, expected), (model, actual)
 
 
-# Rounding differs, and each step is computed from the last one: the tolerance of one
-# operation in float32 grows with the number of steps. An optimizer that divides by the
-# size of the gradient makes any difference as large as its step where a gradient is
-# zero up to rounding, so those parameters are compared by their losses alone.
+# Rounding differs, and each step depends on the one before: the tolerance of one
+# operation in float32 grows with the number of steps. If a gradient is zero up to
+# rounding, an optimizer that divides by its size makes the difference as large as a
+# step. Such parameters are compared by their losses only.
 TRAINING_RTOL, TRAINING_ATOL = 1e-4, 1e-5
 
 
@@ -195,7 +195,7 @@ def test_an_optimizer_state_is_saved_and_restored():
   train(model, optimizer, torch.nn.MSELoss(), inputs, targets)
   twin = copy.deepcopy(model)
   restored = torch.optim.AdamW(twin.parameters(), 1e-2)
-  # torch shares the tensors of a state that is loaded.
+  # torch shares the tensors of a loaded state.
   restored.load_state_dict(copy.deepcopy(optimizer.state_dict()))
   first = train(model, optimizer, torch.nn.MSELoss(), inputs, targets)
   assert train(twin, restored, torch.nn.MSELoss(), inputs, targets) == first

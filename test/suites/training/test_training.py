@@ -1,4 +1,4 @@
-"""Training as users write it: eagerly and compiled, the same numbers from one seed."""
+"""Training as users write it: eager and compiled, the same numbers from one seed."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from torch import nn
 import torchax
 from torchax.interop import JittableModule, jax_jit, jax_value_and_grad
 
-# Rounding differs where XLA fuses a compiled step; the draws do not.
+# Rounding differs if XLA fuses a compiled step; the draws are equal.
 ROUNDING = {"rtol": 2e-5, "atol": 2e-6}
 
 
@@ -47,7 +47,7 @@ def _losses(seed: int, compiled: bool, steps: int = 6, clear_first: bool = False
       optimizer.zero_grad()
     return loss.detach()
 
-  losses = [step(x, y)]  # eagerly: the optimizer makes its state
+  losses = [step(x, y)]  # eager: the optimizer creates its state
   run = jax_jit(step) if compiled else step
   losses += [run(x, y) for _ in range(steps - 1)]
   return torch.stack(losses).cpu(), model

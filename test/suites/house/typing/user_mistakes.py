@@ -1,6 +1,6 @@
-"""Mistakes of users; each ends with the code of the error that a checker must report.
+"""Mistakes of users; each line ends with the error code that a checker must report.
 
-`test_typing.py` compares. Nobody runs this file.
+`test_typing.py` compares them. No program runs this file.
 """
 
 import jax.numpy as jnp
@@ -22,12 +22,12 @@ from torchax.train import remat
 
 
 def power(x: torch.Tensor, n: int = 2) -> torch.Tensor:
-  """x to the n."""
+  """Return x to the n."""
   return x**n
 
 
 def body(carry: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-  """No body of a scan: one result."""
+  """Return one result, which is no body of a scan."""
   return carry + x
 
 

@@ -1,6 +1,6 @@
-"""What a user writes, with the types that a checker must find; it also runs.
+"""Program of a user, with the types that a checker must infer; it also runs.
 
-`test_typing.py` has a type checker read this file, which must find nothing wrong.
+`test_typing.py` runs a type checker on this file, which must report no error.
 """
 
 from collections.abc import Callable
@@ -40,22 +40,22 @@ from torchax.train import make_train_step, mark_sharding, remat
 
 
 def power(x: torch.Tensor, n: int = 2) -> torch.Tensor:
-  """x to the n."""
+  """Return x to the n."""
   return x**n
 
 
 def norm(x: torch.Tensor) -> torch.Tensor:
-  """The sum of squares."""
+  """Return the sum of squares."""
   return (x * x).sum()
 
 
 def double(x: jax.Array) -> jax.Array:
-  """A JAX function."""
+  """Return twice x, in JAX."""
   return 2 * x
 
 
 class Model(torch.nn.Module):
-  """A linear layer, with a method that is compiled."""
+  """Linear layer with a method that is compiled."""
 
   def __init__(self) -> None:
     super().__init__()
@@ -66,12 +66,12 @@ class Model(torch.nn.Module):
 
   @jax_jit(static_argnums=0)
   def twice(self, x: torch.Tensor) -> torch.Tensor:
-    """The layer, two times."""
+    """Apply the layer twice."""
     return self.layer(self.layer(x))
 
 
 def compiling(x: torch.Tensor, model: Model) -> None:
-  """All the ways to write `jax_jit` keep the function's signature."""
+  """Compile in all ways to write `jax_jit`, which keep the function's signature."""
   compiled = jax_jit(power, static_argnums=1)
   assert_type(compiled(x, 3), torch.Tensor)
   assert_type(compiled(x, n=3), torch.Tensor)
@@ -100,7 +100,7 @@ def compiling(x: torch.Tensor, model: Model) -> None:
 
 
 def views(x: torch.Tensor, model: Model) -> None:
-  """Tensors, dtypes and functions change sides, and their types with them."""
+  """Convert tensors, dtypes and functions in both directions, with their types."""
   array = jax_view(x)
   assert_type(array, jax.Array)
   assert_type(torch_view(array), Tensor)
@@ -120,7 +120,7 @@ def views(x: torch.Tensor, model: Model) -> None:
 
 
 def transformations(x: torch.Tensor) -> None:
-  """What transforms a function keeps what it takes."""
+  """Transform functions, which keeps their signatures."""
   value, gradients = jax_value_and_grad(norm, argnums=0)(x)
   assert_type(value, torch.Tensor)
   assert_type(gradients, Any)
@@ -136,12 +136,12 @@ def transformations(x: torch.Tensor) -> None:
 
 
 def add(carry: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-  """The body of a scan."""
+  """Add; body of a scan."""
   return carry + x, carry
 
 
 def loops(x: torch.Tensor) -> None:
-  """The carry of a loop has one type."""
+  """Run loops whose carry has one type."""
   total, sums = scan(add, x[0], x)
   assert_type(total, torch.Tensor)
   assert_type(sums, torch.Tensor)
@@ -152,7 +152,7 @@ def loops(x: torch.Tensor) -> None:
 
 
 def random_numbers(x: torch.Tensor) -> None:
-  """Environments and scopes."""
+  """Use environments and scopes."""
   env = torchax.default_env()
   assert_type(env, torchax.Environment)
   assert_type(env.rng, RngStream)
@@ -165,7 +165,7 @@ def random_numbers(x: torch.Tensor) -> None:
 
 
 def training(x: torch.Tensor) -> None:
-  """A step takes what the model and the loss take."""
+  """Train with a step that takes the arguments of the model and the loss."""
   Weights = dict[str, torch.Tensor]
 
   def model(weights: Weights, buffers: Weights, args: torch.Tensor) -> torch.Tensor:
@@ -191,7 +191,7 @@ def training(x: torch.Tensor) -> None:
 
 
 def main() -> None:
-  """Runs all of it."""
+  """Run all functions."""
   x = torch_view(jnp.ones((3, 3)))
   model = Model().to("jax")
   with torchax.default_env():
