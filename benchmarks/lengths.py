@@ -49,14 +49,14 @@ class TinyGPT2(torch.nn.Module):
   def __init__(self):
     super().__init__()
     self.words = torch.nn.Embedding(WORDS, WIDTH)
-    self.places = torch.nn.Embedding(MOST, WIDTH)
+    self.positions = torch.nn.Embedding(MOST, WIDTH)
     self.blocks = torch.nn.ModuleList([Block() for _ in range(LAYERS)])
     self.norm = torch.nn.LayerNorm(WIDTH)
 
   def forward(self, tokens, past=None):
     start = 0 if past is None else past[0][0].shape[2]
-    places = torch.arange(start, start + tokens.shape[1], device=tokens.device)
-    x = self.words(tokens) + self.places(places)
+    positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+    x = self.words(tokens) + self.positions(positions)
     kept = []
     for number, block in enumerate(self.blocks):
       x, pair = block(x, None if past is None else past[number])

@@ -64,18 +64,18 @@ def _tensor_parallel(name: str) -> PartitionSpec:
   return PartitionSpec(None, "model") if name.endswith(ROWS) else PartitionSpec()
 
 
-def _in_parts(name: str) -> PartitionSpec:
+def _sharded(name: str) -> PartitionSpec:
   return PartitionSpec("data")
 
 
-def _whole(name: str) -> PartitionSpec:
+def _replicated(name: str) -> PartitionSpec:
   return PartitionSpec()
 
 
 # Layout -> (n devices -> sizes of the axes "data" and "model", name -> spec).
 LAYOUTS = {
-  "data": (lambda n: (n, 1), _whole),
-  "fsdp": (lambda n: (n, 1), _in_parts),
+  "data": (lambda n: (n, 1), _replicated),
+  "fsdp": (lambda n: (n, 1), _sharded),
   "tensor": (lambda n: (1, n), _tensor_parallel),
   "mixed": (lambda n: (n // 2, 2), _tensor_parallel),
 }
@@ -106,7 +106,7 @@ def batches(size: int) -> torch.Tensor:
 
 def step_of(model: Transformer, mesh: Mesh, layout: str, **options):
   """Return a compiled step of gradient descent: (tokens) -> (loss, masks)."""
-  parts = {
+  shardings = {
     name: NamedSharding(mesh, LAYOUTS[layout][1](name))
     for name, _ in model.named_parameters()
   }
@@ -118,7 +118,7 @@ def step_of(model: Transformer, mesh: Mesh, layout: str, **options):
     with torch.no_grad():
       for name, parameter in model.named_parameters():
         parameter -= RATE * parameter.grad
-        parameter.apply_jax_(jax.lax.with_sharding_constraint, parts[name])
+        parameter.apply_jax_(jax.lax.with_sharding_constraint, shardings[name])
         parameter.grad = None
     return loss, masks
 
@@ -176,7 +176,7 @@ def _logits(weights, tokens, key):
   return _linear(weights, "head", x)
 
 
-def plain_step(weights, tokens, key, parts):
+def plain_step(weights, tokens, key, shardings):
   """Run the step on dicts of arrays; return (loss, weights)."""
 
   def loss_of(weights):
@@ -189,6 +189,6 @@ def plain_step(weights, tokens, key, parts):
   loss, gradients = jax.value_and_grad(loss_of)(weights)
   updated = {name: w - RATE * gradients[name] for name, w in weights.items()}
   return loss, {
-    name: jax.lax.with_sharding_constraint(w, parts[name])
+    name: jax.lax.with_sharding_constraint(w, shardings[name])
     for name, w in updated.items()
   }

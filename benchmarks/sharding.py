@@ -48,8 +48,8 @@ def _rows_of(layout: str) -> list[Row]:
   tokens = processes.global_batch(transformer.batches(transformer.BATCH), sharding)
   step = transformer.step_of(model, mesh, layout)
   weights = {name: p.detach().jax() for name, p in model.named_parameters()}
-  parts = {name: weight.sharding for name, weight in weights.items()}
-  plain = jax.jit(functools.partial(transformer.plain_step, parts=parts))
+  shardings = {name: weight.sharding for name, weight in weights.items()}
+  plain = jax.jit(functools.partial(transformer.plain_step, shardings=shardings))
   key = torchax.default_env().rng.state.key
   array = tokens.jax()
   ours = processes.collectives(step, tokens)
@@ -87,16 +87,18 @@ def _rows_of_fixed_order(chunks: int) -> list[Row]:
       jax_value_and_grad(loss), mesh, "data", chunks
     ),
   )
-  as_ever = transformer.functional_step(model, jax_value_and_grad)
+  unordered = transformer.functional_step(model, jax_value_and_grad)
   name = f"in_fixed_order over {DEVICES} devices of the host, {chunks} chunks"
-  collectives = [processes.collectives(f, weights, tokens) for f in (in_order, as_ever)]
+  collectives = [
+    processes.collectives(f, weights, tokens) for f in (in_order, unordered)
+  ]
   sent = [float(sum(processes.bytes_by_kind(found).values())) for found in collectives]
   return [
     Row(f"bytes, not us: {name}", "one sum of all devices", *sent, goal=None),
     compare(
       f"step, {name}",
       lambda: in_order(weights, tokens)[0],
-      lambda: as_ever(weights, tokens)[0],
+      lambda: unordered(weights, tokens)[0],
       goal=None,
       baseline_name="one sum of all devices",
       note="data sharding; each device gets the results of all chunks",

@@ -78,12 +78,12 @@ def _plain_step(params, key, count, x, y):
   def loss(params):
     keys = jax.random.split(jax.random.fold_in(key, count), (BLOCKS, 3))
     out = x
-    for place in range(BLOCKS):
-      prefix = f"{place}."
+    for index in range(BLOCKS):
+      prefix = f"{index}."
       own = {
         k.removeprefix(prefix): v for k, v in params.items() if k.startswith(prefix)
       }
-      out = _block(own, keys[place], out)
+      out = _block(own, keys[index], out)
     return jnp.mean((out - y) ** 2)
 
   value, grads = jax.value_and_grad(loss)(params)

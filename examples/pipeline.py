@@ -6,8 +6,9 @@ neighbour and sends the result on. A stage is idle before the first microbatch r
 it and after the last one; these ticks are the bubble. Without accelerators, JAX splits
 the CPU into four devices.
 
-Prints the shape of the weights on one device, the collectives, the size of the bubble,
-and how far gradients and losses differ from the model on one device.
+Prints the shape of the weights on one device, the collectives and the size of the
+bubble. Then trains the pipeline and the same model on one device, and prints how far
+their gradients and losses differ.
 
 Source: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
 Parallelism" (2018), https://arxiv.org/abs/1811.06965.
@@ -49,7 +50,7 @@ class Stage(nn.Module):
     return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-def pipelined(mesh: jax.sharding.Mesh, stage: nn.Module, parameters: dict, batch):
+def run_pipeline(mesh: jax.sharding.Mesh, stage: nn.Module, parameters: dict, batch):
   """Run all stages on a batch (microbatches, rows, width); return the same shape.
 
   Args:
@@ -69,21 +70,21 @@ def pipelined(mesh: jax.sharding.Mesh, stage: nn.Module, parameters: dict, batch
     # The backward pass keeps the input of a stage and recomputes its activations.
     run = gradient_checkpoint(lambda x: torch.func.functional_call(stage, own, (x,)))
 
-    def tick(arrived, microbatch):
-      result = run(torch.where(is_first, microbatch, arrived))
+    def tick(received, microbatch):
+      result = run(torch.where(is_first, microbatch, received))
       return collectives.permute_tensor(result, to_next, AXIS), result
 
     # The first stage runs on zeros while the last microbatches pass the other stages.
-    nothing = torch.zeros_like(batch[: STAGES - 1])
+    zeros = torch.zeros_like(batch[: STAGES - 1])
     start = torch.zeros_like(batch[0])
-    _, results = scan(tick, start, torch.cat([batch, nothing]))
+    _, results = scan(tick, start, torch.cat([batch, zeros]))
     # Results of the last stage, from the tick in which the first microbatch reached it.
     return collectives.broadcast(results[STAGES - 1 :], STAGES - 1, AXIS)
 
   return on_stage(parameters, batch)
 
 
-def trained(model, parameters, x, y) -> tuple[list[float], list[torch.Tensor]]:
+def train(model, parameters, x, y) -> tuple[list[float], list[torch.Tensor]]:
   """Train; return the loss of each step and the gradients of the first step."""
   optimizer = torch.optim.AdamW(parameters, 1e-2)
 
@@ -112,16 +113,16 @@ def main(argv) -> None:
   stacked = {name: pipe.shard(p.detach(), (AXIS,)) for name, p in stacked.items()}
   for parameter in stacked.values():
     parameter.requires_grad_()
-  whole = [pipe.shard(tensor, ()) for tensor in (x, y)]
+  replicated = [pipe.shard(tensor, ()) for tensor in (x, y)]
 
   def model(x):
-    return pipelined(pipe.jax_mesh, plain[0], stacked, x)
+    return run_pipeline(pipe.jax_mesh, plain[0], stacked, x)
 
   weight = stacked["up.weight"]
   part = tuple(weight.jax().addressable_shards[0].data.shape)
   print(f"weights {tuple(weight.shape)}: each device holds {part}")
   gradient = jax_jit(lambda x, y: F.mse_loss(model(x), y).backward())
-  sent = Counter(one.kind for one in collectives_of(gradient, *whole))
+  sent = Counter(one.kind for one in collectives_of(gradient, *replicated))
   print("collectives of loss and gradients:", dict(sent))
   ticks = _MICROBATCHES.value + STAGES - 1
   print(
@@ -129,8 +130,8 @@ def main(argv) -> None:
     f"{(STAGES - 1) / ticks:.0%}"
   )
 
-  one, expected = trained(plain, list(plain.parameters()), x, y)
-  piped, found = trained(model, list(stacked.values()), *whole)
+  one, expected = train(plain, list(plain.parameters()), x, y)
+  piped, found = train(model, list(stacked.values()), *replicated)
   # `expected` lists the parameters stage by stage: group them by parameter.
   per_stage = [expected[i :: len(found)] for i in range(len(found))]
   differences = [

@@ -40,18 +40,18 @@ BATCH, HEADS, LENGTH, FEATURES = 2, 2, 1024, 16
 WIDTH = HEADS * FEATURES
 
 
-def passed_on(block: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+def send_to_next(block: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
   """Send a block to the next device; return the block from the previous one."""
   next_ones = [(i + 1) % DEVICES for i in range(DEVICES)]
   return tuple(collectives.permute_tensor(t, next_ones, RING) for t in block)
 
 
-def turns_but_one() -> torch.Tensor:
+def sending_turns() -> torch.Tensor:
   """Return the turns that send blocks on: all except the last."""
   return torch.arange(DEVICES - 1, device="jax")
 
 
-def scores_of(query, key, turn, is_causal: bool) -> torch.Tensor:
+def attention_scores(query, key, turn, is_causal: bool) -> torch.Tensor:
   """Return the scores of this device's queries and the keys of a turn."""
   scores = query @ key.mT * query.shape[-1] ** -0.5
   if not is_causal:
@@ -72,9 +72,9 @@ class RingAttention(torch.autograd.Function):
 
   @staticmethod
   def forward(ctx, query, key, value, is_causal):
-    def attended(so_far, block, turn):
+    def attend_block(so_far, block, turn):
       (peak, total, output), (key, value) = so_far, block
-      scores = scores_of(query, key, turn, is_causal)
+      scores = attention_scores(query, key, turn, is_causal)
       higher = torch.maximum(peak, scores.amax(-1, keepdim=True))
       weights, before = torch.exp(scores - higher), torch.exp(peak - higher)
       total = total * before + weights.sum(-1, keepdim=True)
@@ -82,14 +82,14 @@ class RingAttention(torch.autograd.Function):
 
     def turn(carry, index):
       so_far, block = carry
-      return (attended(so_far, block, index), passed_on(block)), None
+      return (attend_block(so_far, block, index), send_to_next(block)), None
 
     # The first block is the device's own: each row sees at least one key in it, so the
     # peak is finite from then on.
     start = torch.full_like(query[..., :1], -torch.inf)
     start = start, torch.zeros_like(start), torch.zeros_like(query)
-    carry, _ = scan(turn, (start, (key, value)), turns_but_one())
-    peak, total, output = attended(*carry, DEVICES - 1)
+    carry, _ = scan(turn, (start, (key, value)), sending_turns())
+    peak, total, output = attend_block(*carry, DEVICES - 1)
     output = output / total
     ctx.is_causal = is_causal
     ctx.save_for_backward(query, key, value, output, peak + total.log())
@@ -101,23 +101,23 @@ class RingAttention(torch.autograd.Function):
     scale = query.shape[-1] ** -0.5
     mean = (grad * output).sum(-1, keepdim=True)
 
-    def added(so_far, of_block, block, turn):
-      (of_key, of_value), (key, value) = of_block, block
-      weights = torch.exp(scores_of(query, key, turn, ctx.is_causal) - log_total)
-      of_scores = weights * (grad @ value.mT - mean) * scale
-      of_block = of_key + of_scores.mT @ query, of_value + weights.mT @ grad
-      return so_far + of_scores @ key, of_block
+    def accumulate(so_far, grad_block, block, turn):
+      (grad_key, grad_value), (key, value) = grad_block, block
+      weights = torch.exp(attention_scores(query, key, turn, ctx.is_causal) - log_total)
+      grad_scores = weights * (grad @ value.mT - mean) * scale
+      grad_block = grad_key + grad_scores.mT @ query, grad_value + weights.mT @ grad
+      return so_far + grad_scores @ key, grad_block
 
     def turn(carry, index):
-      so_far, of_block = added(*carry, index)
-      return (so_far, passed_on(of_block), passed_on(carry[2])), None
+      so_far, grad_block = accumulate(*carry, index)
+      return (so_far, send_to_next(grad_block), send_to_next(carry[2])), None
 
     # The gradients of a block travel with it; one more turn returns them to the device
     # that owns the block.
-    nothing = torch.zeros_like(query), (torch.zeros_like(key), torch.zeros_like(value))
-    carry, _ = scan(turn, (*nothing, (key, value)), turns_but_one())
-    of_query, of_block = added(*carry, DEVICES - 1)
-    return of_query, *passed_on(of_block), None
+    zeros = torch.zeros_like(query), (torch.zeros_like(key), torch.zeros_like(value))
+    carry, _ = scan(turn, (*zeros, (key, value)), sending_turns())
+    grad_query, grad_block = accumulate(*carry, DEVICES - 1)
+    return grad_query, *send_to_next(grad_block), None
 
 
 def ring_attention(mesh: jax.sharding.Mesh, query, key, value, is_causal=False):
@@ -184,9 +184,9 @@ def compare(attend, ring: Mesh, is_causal: bool) -> None:
   whole = [t.to("jax") for t in tensors]
   dense = gradients(F.scaled_dot_product_attention, is_causal)
   sharded = gradients(attend, is_causal)
-  output, of_inputs = sharded(*parts)
-  expected, of_whole = dense(*whole)
-  pairs = [(output, expected), *zip(of_inputs, of_whole, strict=True)]
+  output, gradients_found = sharded(*parts)
+  expected, gradients_expected = dense(*whole)
+  pairs = [(output, expected), *zip(gradients_found, gradients_expected, strict=True)]
   differences = [(a.cpu() - b.cpu()).abs().max().item() for a, b in pairs]
   sent = collectives_of(sharded, *parts)
   print(f"is_causal={is_causal}, {LENGTH} positions:")
@@ -211,12 +211,12 @@ def main(argv) -> None:
     compare(attend, ring, is_causal)
 
   block = Block(F.scaled_dot_product_attention).to("jax")
-  in_parts = copy.deepcopy(block)
-  in_parts.attend = attend
-  ring.shard_model(in_parts, lambda name, tensor: PartitionSpec())
+  sharded_block = copy.deepcopy(block)
+  sharded_block.attend = attend
+  ring.shard_model(sharded_block, lambda name, tensor: PartitionSpec())
   x, y = torch.randn(BATCH, LENGTH, WIDTH), torch.randn(BATCH, LENGTH, WIDTH)
   one = losses(block, x.to("jax"), y.to("jax"))
-  eight = losses(in_parts, *(ring.shard(t, (None, RING)) for t in (x, y)))
+  eight = losses(sharded_block, *(ring.shard(t, (None, RING)) for t in (x, y)))
   print("losses of one device:   ", *[f"{loss:.5f}" for loss in one])
   print("losses of eight devices:", *[f"{loss:.5f}" for loss in eight])
   difference = max(abs(a - b) for a, b in zip(one, eight, strict=True))

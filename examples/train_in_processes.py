@@ -48,7 +48,7 @@ def main(_) -> None:
   mesh = jax.make_mesh(
     (jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
   )
-  parts = NamedSharding(mesh, PartitionSpec("data"))
+  sharding = NamedSharding(mesh, PartitionSpec("data"))
 
   torch.manual_seed(0)  # the same in all processes: they hold shards of one model
   model = torch.nn.Sequential(
@@ -58,7 +58,7 @@ def main(_) -> None:
   model.to("jax")
   with torch.no_grad():
     for parameter in model.parameters():
-      parameter.shard_(parts)
+      parameter.shard_(sharding)
 
   def step(batch):
     loss = F.mse_loss(model(batch), batch)
@@ -66,29 +66,29 @@ def main(_) -> None:
     with torch.no_grad():
       for parameter in model.parameters():
         parameter -= 0.1 * parameter.grad
-        parameter.apply_jax_(jax.lax.with_sharding_constraint, parts)
+        parameter.apply_jax_(jax.lax.with_sharding_constraint, sharding)
         parameter.grad = None
     return loss
 
   step = jax_jit(step)
-  start, place = 0, _CHECKPOINTS.value
-  if place and os.path.exists(place):
-    state = torchax.load_checkpoint(place, {"model": model.state_dict()})
+  start, folder = 0, _CHECKPOINTS.value
+  if folder and os.path.exists(folder):
+    state = torchax.load_checkpoint(folder, {"model": model.state_dict()})
     model.load_state_dict(state["model"])
     torch.jax.set_rng_state(state["rng"])
     start = state["step"]
 
   # The number of the step is the position in the data.
-  batches = processes.Batches(ROWS, BATCH, parts, seed=0, start=start)
+  batches = processes.Batches(ROWS, BATCH, sharding, seed=0, start=start)
   loader = torch.utils.data.DataLoader(data(), batch_sampler=batches)
   for number, local in zip(range(start, _UNTIL.value or _STEPS.value), loader):
-    loss = step(processes.global_batch(local, parts))
+    loss = step(processes.global_batch(local, sharding))
     if jax.process_index() == 0:
       print(f"step {number} loss {loss.item().hex()}")
-    if place:
+    if folder:
       state = {"model": model.state_dict(), "rng": torch.jax.get_rng_state()}
       state["step"] = number + 1
-      torchax.save_checkpoint(state, place, number + 1, background=True)
+      torchax.save_checkpoint(state, folder, number + 1, background=True)
   torchax.checkpoint.finish_saving()
 
 

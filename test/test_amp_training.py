@@ -184,7 +184,7 @@ def test_jax_differentiates_and_recomputes_under_autocast():
 
 
 class Block(torch.nn.Module):
-  """A transformer block that predicts classes."""
+  """Transformer block that predicts classes."""
 
   def __init__(self):
     super().__init__()

@@ -31,7 +31,7 @@ OF_OTHER_FILES = {
   "setup.py": "test/suites/house/test_package.py",
 }
 # Folders that imports search, in this order (see `pythonpath` in pyproject.toml).
-PLACES = ("test", "test/suites", "")
+IMPORT_FOLDERS = ("test", "test/suites", "")
 
 
 def _git(*arguments: str) -> list[str]:
@@ -58,8 +58,8 @@ def _imported_names(tree: ast.AST) -> Iterator[str]:
 def _path_of(name: str, root: pathlib.Path) -> str | None:
   """Return the file of a dotted name, which may name an object in the file."""
   while name:
-    for place in PLACES:
-      path = root.joinpath(place, *name.split("."))
+    for folder in IMPORT_FOLDERS:
+      path = root.joinpath(folder, *name.split("."))
       for file in (path.with_suffix(".py"), path / "__init__.py"):
         if file.is_file():
           return file.relative_to(root).as_posix()

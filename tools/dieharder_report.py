@@ -42,7 +42,7 @@ GROWTH = 4
 LEAST_UNIFORM = 1e-3
 
 # A lag of n adds every (n + 1)-th word. Lags 3, 7, 15 and 31 add words at one index of
-# the draws, lag 255 words at one index of the draws of one fork or thread.
+# the draws. Lag 255 adds words at one index of the draws of one fork or thread.
 _LAGS = (0, 1, 2, 3, 4, 7, 8, 15)
 
 # A result has 100 p-values, dieharder's default. The number of samples is dieharder's
@@ -137,9 +137,9 @@ def _run(mode: str, index: int, seed: int, attempt: int) -> Run:
 
 def _always_weak(runs: Runs) -> list[int]:
   """Return the indices of the results that are weak in all runs of a test."""
-  by_place = zip(*(run.rows for run in runs))
+  by_index = zip(*(run.rows for run in runs))
   return [
-    i for i, rows in enumerate(by_place) if all(r.assessment == WEAK for r in rows)
+    i for i, rows in enumerate(by_index) if all(r.assessment == WEAK for r in rows)
   ]
 
 
@@ -181,7 +181,7 @@ def failures(found: dict[str, list[Runs]]) -> list[str]:
     for runs in tests:
       lines += [f"{mode}: {row.name} {row.ntuple} failed" for row in _failed(runs)]
       if len(runs) == ATTEMPTS:
-        weak = [runs[0].rows[place] for place in _always_weak(runs)]
+        weak = [runs[0].rows[index] for index in _always_weak(runs)]
         lines += [f"{mode}: {r.name} {r.ntuple} was weak in all runs" for r in weak]
   together = uniformity(found.values(), lambda row: row.exact)
   if together < LEAST_UNIFORM:

@@ -75,15 +75,15 @@ def _summary(verdicts: Verdicts) -> list[str]:
 
 
 def _differences(verdicts: Verdicts) -> list[str]:
-  places = collections.defaultdict(lambda: collections.defaultdict(set))
+  differences = collections.defaultdict(lambda: collections.defaultdict(set))
   for name, dtypes in verdicts.items():
     for checks in dtypes.values():
       for check, verdict in checks.items():
         kind, _, reason = verdict.partition(": ")
         if kind == "differs":
-          places[reason][CHECKS[check]].add(name)
+          differences[reason][CHECKS[check]].add(name)
   lines = ["| operators | in | why |", "|---|---|---|"]
-  for reason, by_check in sorted(places.items()):
+  for reason, by_check in sorted(differences.items()):
     names = sorted({name for found in by_check.values() for name in found})
     where = ", ".join(title for title in CHECKS.values() if title in by_check)
     lines.append(f"| {', '.join(f'`{n}`' for n in names)} | {where} | {reason} |")

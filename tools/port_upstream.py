@@ -109,16 +109,16 @@ def carried(tree: Tree, change: Change, limit: float) -> list[Item]:
   """
   before = dict(tree.written)
   items = Carrier(tree).carry(change)
-  places = {i.here.partition(":")[0] for i in items if i.verdict == CARRIED}
-  if not limit or not places:
+  changed = {i.here.partition(":")[0] for i in items if i.verdict == CARRIED}
+  if not limit or not changed:
     return items
-  tests = sorted(path for path in places if path.startswith("test/"))
+  tests = sorted(path for path in changed if path.startswith("test/"))
   code = {path: text for path, text in tree.written.items() if before.get(path) != text}
-  if tests and len(tests) < len(places) and not _failure(before, tree, tests, limit):
+  if tests and len(tests) < len(changed) and not _failure(before, tree, tests, limit):
     # The new tests pass without the new code, so the feature is here already.
     tree.written = {**before, **{path: code[path] for path in tests if path in code}}
     return [_judged(i, THERE, "its tests pass as it is") for i in items]
-  concerned = sorted({*tests, *_tests_of(tree, places)})
+  concerned = sorted({*tests, *_tests_of(tree, changed)})
   failed = _failed(tree, concerned, limit) if concerned else ""
   if not failed:
     return items
@@ -148,10 +148,10 @@ def _failed(tree: Tree, tests: list[str], limit: float) -> str:
     return run_tests(pathlib.Path(place), tests, limit)
 
 
-def _tests_of(tree: Tree, places: set[str]) -> list[str]:
+def _tests_of(tree: Tree, changed: set[str]) -> list[str]:
   """Return the tests of the changed themes."""
   found = []
-  for path in places:
+  for path in changed:
     name = path.rpartition("/")[2]
     found += [t for t in tree.paths("test") if t.endswith(f"/test_{name}")]
     if name == "ported.py":

@@ -141,8 +141,8 @@ def run_all(
     InputError: it is no checkout of upstream.
   """
   tests = tests_of(checkout)
-  with tempfile.TemporaryDirectory() as place:
-    copy = pathlib.Path(place)
+  with tempfile.TemporaryDirectory() as folder:
+    copy = pathlib.Path(folder)
     shutil.copytree(tests, copy / "test", ignore=shutil.ignore_patterns("__pycache__"))
     # Makes `from test import …` find this folder and not Python's own tests.
     (copy / "test" / "__init__.py").touch()

@@ -98,7 +98,7 @@ def tensor_parallel_modules_can_be_fully_sharded():
 
 
 def sharded(**options) -> tuple[Block, Block]:
-  """A block, each part of it and as a whole, and one that is equal on one device."""
+  """Return a block, fully sharded by parts and as a whole, and an equal plain one."""
   block, reference = pair()
   for part in (block.norm, block.up, block.down, block):
     fully_shard(part, mesh=line(), **options)

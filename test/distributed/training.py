@@ -34,12 +34,12 @@ def _digest(masks: torch.Tensor) -> str:
 
 
 def _moved(step, model, mesh, layout, tokens) -> dict:
-  parts = {
+  shardings = {
     name: NamedSharding(mesh, transformer.LAYOUTS[layout][1](name))
     for name, _ in model.named_parameters()
   }
   weights = {name: p.detach().jax() for name, p in model.named_parameters()}
-  plain = jax.jit(functools.partial(transformer.plain_step, parts=parts))
+  plain = jax.jit(functools.partial(transformer.plain_step, shardings=shardings))
   key = torchax.default_env().rng.state.key
   return {
     "ours": processes.collectives(step, tokens),

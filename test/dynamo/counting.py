@@ -4,7 +4,7 @@ import torchax.dynamo
 
 
 class CountingBackend:
-  """The jax backend, which counts the graphs it receives."""
+  """Backend "jax" with a count of the graphs it receives."""
 
   def __init__(self):
     self.graphs = []

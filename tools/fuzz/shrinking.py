@@ -27,11 +27,11 @@ def _candidates(program: Program) -> Iterator[Program]:
   if len(program.results) > 1:
     for left in _without_parts(program.results, most=1):
       yield dataclasses.replace(program, results=left)
-  for place, statement in enumerate(program.statements):
+  for index, statement in enumerate(program.statements):
     lines = statement.split("\n")
     for changed in _simpler(lines):
       statements = list(program.statements)
-      statements[place] = changed
+      statements[index] = changed
       yield dataclasses.replace(program, statements=tuple(statements))
 
 

@@ -1,8 +1,8 @@
 """Ways to run a model, the rows of `WAYS`.
 
-A way takes a model on the CPU, which it does not change, CPU inputs, a function that
-finds the loss in the results or None, and seeds. It prepares the model once, runs it
-once for each seed, and returns all values on the CPU.
+A way takes a model and inputs on the CPU, a function that finds the loss in the results
+or None, and seeds. It does not change the model. It prepares a copy once, runs it once
+for each seed, and returns all values on the CPU.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""The check of the language of docstrings, comments, pages and test names."""
+"""Check of the language of docstrings, comments, pages and test names."""
 
 import pytest
 

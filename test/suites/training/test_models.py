@@ -40,7 +40,7 @@ class SelfAttention(torch.nn.Module):
 
 
 class Encoder(torch.nn.Module):
-  """One transformer layer and an average."""
+  """Model of one transformer layer and an average over positions."""
 
   def __init__(self):
     super().__init__()
