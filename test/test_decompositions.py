@@ -67,7 +67,7 @@ def test_draws_come_from_the_current_stream_and_from_generators():
   assert torch.equal(one, other) and not torch.equal(one, first)
 
 
-def test_rand_like_options_default_to_those_of_the_tensor():
+def test_rand_like_options_default_to_the_tensors_options():
   source = torch.zeros(2, 3, dtype=torch.bfloat16, device="jax")
   drawn = decompositions.rand_like(source)
   assert drawn.shape == (2, 3) and drawn.dtype == torch.bfloat16

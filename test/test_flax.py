@@ -202,7 +202,7 @@ def test_masks_keep_their_rate_and_are_independent(mask, ones):
   assert np.abs(correlations).max() < 5 / np.sqrt(ones.numel())
 
 
-def test_compiled_calls_draw_what_eager_ones_draw(mask, ones, env):
+def test_compiled_calls_draw_as_eager_ones(mask, ones, env):
   eager = [mask(ones) for _ in range(4)]
   traces = []
 

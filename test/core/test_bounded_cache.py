@@ -17,7 +17,7 @@ from torchax.tracing import specialization
 LIMIT = 4
 
 
-def test_it_holds_what_was_used_lately():
+def test_cache_keeps_entries_in_use_and_evicts_others():
   cache = BoundedCache(LIMIT)
   for n in range(100):
     cache[n] = str(n)

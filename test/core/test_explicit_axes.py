@@ -22,7 +22,7 @@ def product(x):
   return x.T @ x
 
 
-def test_what_jax_decides_stays_as_it_is():
+def test_shardings_that_jax_infers_are_kept():
   calls = []
 
   def plus_one(x):
@@ -34,7 +34,7 @@ def test_what_jax_decides_stays_as_it_is():
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "compiled"])
-def test_what_jax_refuses_is_computed_and_is_explicit_again(wrap):
+def test_refused_operations_are_computed_with_explicit_results(wrap):
   found = wrap(explicit_axes.with_explicit_axes(product))(rows())
   assert explicit_axes.mesh_of(found) == MESH.abstract_mesh
   assert (found == product(jnp.arange(16.0).reshape(4, 4))).all()

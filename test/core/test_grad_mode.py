@@ -193,7 +193,7 @@ RECORDED = {
     "a custom function under no_grad",
   ],
 )
-def test_no_grad_counts_inside_of_what_torch_records(name, wrap):
+def test_no_grad_counts_inside_of_recorded_functions(name, wrap):
   f = FUNCTIONS[name]
   x = _numbers().to("jax").requires_grad_()
   RECORDED[wrap](f)(x).sum().backward()
@@ -211,7 +211,7 @@ BOUNDARIES = {
 
 
 @pytest.mark.parametrize("name", BOUNDARIES)
-def test_what_a_boundary_gives_under_no_grad_has_no_gradient(name):
+def test_results_of_a_boundary_under_no_grad_have_no_gradient(name):
   wrapped = BOUNDARIES[name](lambda x: x * 2)
   x = _numbers().to("jax")
   _, gradient = jax_value_and_grad(lambda x: _under(wrapped)(x).sum())(x)

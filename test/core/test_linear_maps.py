@@ -27,7 +27,7 @@ def _open(a, v, w):
   return [a * v + w, a * w]
 
 
-def test_a_map_is_the_transpose_of_what_is_given():
+def test_transpose_of_a_map_is_the_given_one():
   a, v, w = NUMBERS, ROWS[0], ROWS[1]
   for run in (_map, jax.jit(_map)):
     np.testing.assert_allclose(run(a, v, w), _open(a, v, w), rtol=1e-6)
@@ -46,7 +46,7 @@ def test_linear_map_is_differentiable_in_operands_and_residuals():
   check_grads(total(_map), values, order=2, modes=["fwd", "rev"], atol=1e-2, rtol=1e-2)
 
 
-def test_rows_share_what_is_not_mapped_over():
+def test_rows_share_unmapped_operands():
   for axes in ((None, 0, 0), (None, None, 0), (None, 0, None)):
     values = (NUMBERS, *[ROWS[0] if axis is None else ROWS for axis in axes[1:]])
     found, expected = (jax.vmap(run, axes)(*values) for run in (_map, _open))
@@ -84,7 +84,7 @@ def test_outputs_have_the_derivative_that_is_given():
   np.testing.assert_allclose(mixed[:, 2], 10 * jnp.eye(3))
 
 
-def test_rows_of_outputs_do_not_repeat_what_they_share():
+def test_rows_of_outputs_do_not_repeat_shared_operands():
   indices = jnp.array([2, 0])
 
   def total(table, x):

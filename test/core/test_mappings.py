@@ -37,7 +37,7 @@ def test_both_worlds_give_a_dtype_one_width(dtype):
     assert mappings.t2j_dtype(dtype).itemsize == dtype.itemsize
 
 
-def test_none_stands_for_no_dtype():
+def test_none_means_no_dtype():
   assert mappings.t2j_dtype(None) is None
 
 

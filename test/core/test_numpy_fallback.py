@@ -107,7 +107,7 @@ def test_few_bytes_of_many_are_moved_by_the_host():
   assert not events
 
 
-def test_what_a_gradient_is_recorded_of_has_its_gradient():
+def test_concatenation_of_recorded_tensors_has_gradients():
   x = given(next(SIZE), 2).to("jax").requires_grad_()
   joined = torch.cat((x, x.detach(), 2 * x))
   joined.sum().backward()
@@ -122,7 +122,7 @@ def test_the_result_is_where_jax_would_put_it():
   assert torch.cat((free, held)).jax().committed
 
 
-def test_what_was_moved_outlives_what_it_was_moved_from():
+def test_results_outlive_donated_operands():
   """A copy shares no memory with an array that is donated afterwards."""
   x = given(next(SIZE), 3).to("jax")
   copy = x.clone()
@@ -151,7 +151,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("call", REFUSED.values(), ids=REFUSED)
-def test_what_torch_refuses_is_refused(call):
+def test_refusals_of_torch_are_kept(call):
   x = given(next(SIZE), 4)
   with pytest.raises(Exception) as expected:
     call(x)

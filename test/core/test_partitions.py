@@ -34,7 +34,7 @@ def test_a_tree_comes_back_with_other_leaves(tree, of_torch):
     assert found == expected and type(found) is type(expected)
 
 
-def test_what_is_dynamic_is_for_the_caller_to_say():
+def test_the_caller_chooses_the_dynamic_leaves():
   parts = Partition([1.5, np.ones(2), 3], np.ndim)
   assert [np.ndim(leaf) for leaf in parts.dynamic] == [1]
   assert parts.unflatten(["array"]) == [1.5, "array", 3]

@@ -53,7 +53,7 @@ def test_values_that_programs_tell_apart_have_keys_of_their_own(values):
 
 
 @pytest.mark.parametrize("values", SAME.values(), ids=SAME)
-def test_what_is_the_same_to_a_program_has_one_key(values):
+def test_equal_static_values_have_one_key(values):
   first, second = values
   assert key_of(first) == key_of(second)
   assert hash(key_of(first)) == hash(key_of(second))
@@ -77,7 +77,7 @@ def test_a_value_of_another_type_is_compared_by_its_own_equality():
   assert value == StaticValue(copy.deepcopy(np.dtype("float32")))
 
 
-def test_what_cannot_be_hashed_is_no_static_value():
+def test_unhashable_values_are_not_static():
   with pytest.raises(TypeError, match="unhashable"):
     StaticValue(np.ones(2))
 

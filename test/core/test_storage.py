@@ -33,7 +33,7 @@ def x():
 
 
 @each_view
-def test_a_view_lies_in_its_base_as_on_the_cpu(x, make):
+def test_views_have_the_storage_offsets_of_the_cpu(x, make):
   view, on_cpu = make(x), make(BASE)
   assert view.data_ptr() - x.data_ptr() == on_cpu.data_ptr() - BASE.data_ptr()
   assert view.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()

@@ -80,7 +80,7 @@ def _square(array, offset):
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-def test_a_step_shows_what_numpy_shows(row):
+def test_reads_through_a_step_equal_numpy(row):
   info, source, oracle = row
   shown = info.transform_tensor(jnp.asarray(source))
   np.testing.assert_array_equal(shown, oracle(source))
@@ -127,7 +127,7 @@ def test_an_expanded_array_repeats_and_writes_back_one_value():
   np.testing.assert_array_equal(info.update_tensor(shown * 5, source), source * 5)
 
 
-def test_the_base_class_says_which_step_shows_nothing():
+def test_the_base_class_of_steps_has_no_transform():
   with pytest.raises(NotImplementedError, match="ViewInfo"):
     ViewInfo().transform_tensor(jnp.ones(2))
 

@@ -37,7 +37,7 @@ def test_first_step_with_an_answer_runs(operation):
   assert (found.step, found.runs) == (step, runs) and why in found.why
 
 
-def test_steps_are_those_of_the_dispatcher_in_its_order():
+def test_steps_follow_the_dispatcher_in_its_order():
   explanation = torchax.explain_operator(torch.add)
   steps = [decision.step for decision in explanation.decisions]
   assert steps == ["function table", "torch", *STEPS]

@@ -16,7 +16,7 @@ from torchax.diagnostics import self_check
 pytestmark = pytest.mark.programs
 
 
-def test_the_versions_and_devices_are_those_of_this_process():
+def test_report_has_versions_and_devices_of_this_process():
   info = torchax.env_info()
   assert info.torchax == torchax.VERSION
   assert info.python == platform.python_version()

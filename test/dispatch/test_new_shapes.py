@@ -41,7 +41,7 @@ DRAWS = {
 
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
-def test_shared_bits_equal_those_of_one_program(draw, monkeypatch):
+def test_shared_bits_equal_the_bits_of_one_program(draw, monkeypatch):
   x = ones(next(SIZE))
   found = []
   for often, form in ((64, draw), (0, draw), (0, jax_jit(draw))):

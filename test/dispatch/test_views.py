@@ -361,7 +361,7 @@ def test_older_views_stay_right_when_a_shape_changes_in_place(call, wrap):
   assert_same(ours.grad, theirs.grad)
 
 
-def test_a_view_whose_shape_changes_in_place_writes_to_its_base():
+def test_a_view_reshaped_in_place_writes_to_its_base():
   def run(x):
     u = x * 1
     view = u[:, :2]

@@ -46,6 +46,6 @@ def failures(tmp_path_factory) -> dict[str, str]:
 
 @pytest.mark.parametrize("size", gloo_cases.SIZES)
 @pytest.mark.parametrize("name", gloo_cases.CASES)
-def test_collectives_and_gradients_are_those_of_gloo(failures, name, size):
+def test_collectives_and_gradients_equal_gloo(failures, name, size):
   found = failures[f"{name} of {size}"]
   assert found == "", found

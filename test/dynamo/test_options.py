@@ -77,7 +77,7 @@ def test_donated_memory_is_deleted():
     ({"mode": "max-autotune"}, ValueError, "leave `mode` out"),
   ],
 )
-def test_bad_options_say_what_is_expected(given, error, message):
+def test_bad_options_name_the_expected_ones(given, error, message):
   with pytest.raises(error, match=message):
     Options.of(**given)
   with pytest.raises(Exception, match=message):

@@ -91,7 +91,7 @@ each_index = pytest.mark.parametrize("index", INDICES.values(), ids=INDICES)
 
 
 @each_index
-def test_an_index_reads_what_torch_reads(index):
+def test_reads_by_index_equal_torch(index):
   cpu, tensor = CUBE.clone(), CUBE.to("jax")
   expected, actual = cpu[index(_at("cpu"))], tensor[index(_at("jax"))]
   assert_same(actual, expected)

@@ -105,7 +105,7 @@ TRANSFORMS = {
 
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("way", ["eager", "jit"])
-def test_transforms_equal_those_on_the_cpu(name, way):
+def test_transforms_equal_the_cpu(name, way):
   function, inputs = TRANSFORMS[name]
   with torchax.default_env():
     run = jax_jit(function) if way == "jit" else function
@@ -231,7 +231,7 @@ VALUES = {
 
 @pytest.mark.parametrize("transform", VALUES)
 @pytest.mark.parametrize("name", DRAWS)
-def test_a_transform_draws_what_the_function_draws(name, transform):
+def test_transforms_draw_as_the_function_does(name, transform):
   function, x = DRAWS[name], to_jax(A)
   with torchax.default_env():
     torch.manual_seed(3)

@@ -68,7 +68,7 @@ def nobody_asks(monkeypatch):
   torch.nn.Module.__call__ = call
 
 
-def test_torch_is_as_it_was_where_nobody_asks(env, nobody_asks):
+def test_torch_is_unchanged_while_no_program_asks_for_sites(env, nobody_asks):
   with env:
     Pair()(_x())
     original = torch.nn.Module.__call__
@@ -159,7 +159,7 @@ def test_a_method_draws_for_the_module_that_is_running(by_site):
   assert by_site.rng.state.sites == {"": 2}
 
 
-def test_inside_says_which_module_is_running(by_site):
+def test_inside_returns_the_active_module(by_site):
   net = torch.nn.Sequential(Pair())
   with torchax.rng.inside(net), torchax.rng.inside(net[0]):
     expected = net[0].sample(_x())
@@ -306,7 +306,7 @@ def test_scope_by_site_starts_its_paths_at_the_scope(env):
   assert first[1] == second[1] == PLACES
 
 
-def test_who_wraps_calls_as_well_keeps_its_wrapper(env):
+def test_another_wrapper_of_module_calls_is_kept(env):
   original, calls = torch.nn.Module.__call__, []
 
   def wrap():

@@ -35,7 +35,7 @@ def _same(first, second) -> bool:
 # The user's arguments are unchanged --------------------------------------------------
 
 
-def test_static_arguments_are_those_of_the_user():
+def test_static_arguments_count_the_users_arguments():
   seen = []
 
   def f(p, x, flag, *, name="a"):
@@ -81,7 +81,7 @@ def _sharding():
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["one by one", "for all"])
-def test_shardings_are_those_of_the_users_arguments_and_results(whole):
+def test_shardings_apply_to_the_users_arguments_and_results(whole):
   sharding = _sharding()
   options = {
     "in_shardings": sharding if whole else (sharding, {"y": sharding}),
@@ -113,7 +113,7 @@ def test_keyword_arguments_are_operands_as_positional_ones():
   assert _same(drawn, expected)
 
 
-def test_argnums_of_value_and_grad_are_those_of_the_user():
+def test_argnums_of_value_and_grad_count_the_users_arguments():
   def f(x, y):
     return (2 * x * _drop(torch.ones(6, device="jax")) + 3 * y).sum()
 

@@ -184,7 +184,7 @@ def test_specs_that_do_not_fit_are_refused(state_stays):
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax_jit], ids=["eager", "jit"])
-def test_a_shard_may_neither_seed_nor_change_what_it_closes_over(state_stays, wrap):
+def test_a_shard_may_neither_seed_nor_change_outer_tensors(state_stays, wrap):
   noise = torch.zeros(4, device="jax")
 
   def seeds(x):

@@ -188,7 +188,7 @@ QUESTIONS = {
 
 
 @each_row
-def test_densities_and_moments_are_those_of_cpu_torch(name, env):
+def test_densities_and_moments_equal_cpu_torch(name, env):
   row = ROWS[name]
   with env.disabled():
     oracle = row.build(**_parameters(row))
@@ -230,7 +230,7 @@ def _flipped(row: Row) -> dict:
 
 
 @pytest.mark.parametrize("first, second", KL_PAIRS)
-def test_divergences_are_those_of_cpu_torch(first, second, env):
+def test_divergences_equal_cpu_torch(first, second, env):
   p, q = ROWS[first], ROWS[second]
   actual = D.kl_divergence(_build(p), q.build(**to_jax(_flipped(q))))
   with env.disabled():
@@ -280,7 +280,7 @@ def _compiled(row: Row, **options):
 
 
 @pytest.mark.parametrize("name", [n for n, row in ROWS.items() if not row.undrawable])
-def test_a_compiled_function_draws_what_the_eager_one_draws(name, env):
+def test_a_compiled_function_draws_as_the_eager_one(name, env):
   row = ROWS[name]
   options = {"validate_args": False} if row.unchecked else {}
   compiled = _compiled(row, **options)
@@ -322,7 +322,7 @@ def test_sample_has_no_gradient_in_jax(name):
 @pytest.mark.parametrize(
   "name", [n for n, row in ROWS.items() if row.undrawable or row.unchecked]
 )
-def test_what_depends_on_values_says_so_in_a_compiled_function(name, env):
+def test_dependence_on_values_raises_in_a_compiled_function(name, env):
   before = repr(env.rng)
   with pytest.raises(TracedStateError):
     _compiled(ROWS[name])()

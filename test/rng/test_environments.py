@@ -123,14 +123,14 @@ FORMS = {
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_draws_of_both_are_those_of_the_eager_program(env, other, name):
+def test_draws_of_both_equal_the_eager_program(env, other, name):
   eager, compiled = (make(other) for make in FORMS[name])
   expected = _run(env, other, eager, _zeros())
   found = _run(env, other, compiled, _zeros())
   _require_equal(found, expected)
 
 
-def test_each_draws_what_it_would_draw_alone(env, other):
+def test_each_environment_draws_as_if_alone(env, other):
   _, first, _, second = jax_jit(_mixed(other))(_zeros())
   env.manual_seed(7)
   assert torch.equal(first, _rand()) and torch.equal(second, _rand())

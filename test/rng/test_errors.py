@@ -65,7 +65,7 @@ VMAP = {
 
 
 @pytest.mark.parametrize("name", VMAP)
-def test_a_draw_in_a_raw_vmap_asks_what_the_rows_should_draw(name):
+def test_a_draw_in_a_raw_vmap_asks_for_a_policy(name):
   with pytest.raises(TracedDrawError, match="dropout.*jax_vmap.*randomness"):
     VMAP[name](drop)
 

@@ -323,7 +323,7 @@ def test_an_operation_that_fails_draws_nothing_from_a_generator(generator):
   assert torch.equal(generator.get_state(), words)
 
 
-def test_what_is_no_generator_is_refused(env):
+def test_values_other_than_generators_are_refused(env):
   before = env.rng.state.state_dict()
   with pytest.raises(TypeError, match="[Gg]enerator"):
     torch.rand(3, device="jax", generator=0)

@@ -168,7 +168,7 @@ def test_a_generator_gives_keys_too(env):
   assert env.rng.state == before, "the environment's stream stands still"
 
 
-def test_raw_key_data_is_a_way_out_for_what_takes_no_typed_key():
+def test_raw_key_data_serves_functions_without_typed_keys():
   """Old code expects uint32[2]; here JAX is configured to accept such a key."""
   key = _key()
   with jax.legacy_prng_key("allow"):

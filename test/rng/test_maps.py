@@ -205,7 +205,7 @@ AXES = {
 
 
 @pytest.mark.parametrize("name", AXES)
-def test_axes_are_those_of_the_user(name):
+def test_axes_count_the_users_arguments(name):
   axes, args = AXES[name]
   expected = _from_seed(vmap_unrolled(_pair, **axes), *args)
   assert _same(_from_seed(_different(_pair, **axes), *args), expected)
@@ -262,7 +262,7 @@ def _losses(vmap, weight, x):
 
 
 @pytest.mark.parametrize("wrap", [_identity, jax_jit], ids=["eager", "jit"])
-def test_gradients_of_rows_are_those_of_the_loop(wrap):
+def test_gradients_of_rows_equal_the_loop(wrap):
   def run(wrap, vmap):
     weight, x = (t.requires_grad_() for t in (_x(4) / 4, _x() / 12))
     loss = wrap(lambda x: _losses(vmap, weight, x).sum())
@@ -275,7 +275,7 @@ def test_gradients_of_rows_are_those_of_the_loop(wrap):
     torch.testing.assert_close(one.cpu(), other.cpu())
 
 
-def test_gradients_of_rows_by_jax_are_those_of_the_loop():
+def test_gradients_of_rows_by_jax_equal_the_loop():
   def step(vmap):
     loss = lambda weight, x: _losses(vmap, weight, x).sum()  # noqa: E731
     return jax_value_and_grad(loss, {"argnums": (0, 1)})
@@ -300,7 +300,7 @@ def test_gradients_for_each_row_have_the_mask_of_their_row():
 
 
 @each_form
-def test_by_same_all_rows_draw_what_one_would_draw(env, form):
+def test_by_same_all_rows_draw_as_one_row(env, form):
   x = torch.ones(3, 4, device="jax")
   one, after = [*_row(x[0])], _rand()
   mapped = FORMS[form](jax_vmap(_row, randomness="same"))
@@ -333,7 +333,7 @@ def test_another_policy_is_refused_before_anything_runs(word):
 
 
 @pytest.mark.parametrize("policy", ["different", "same"])
-def test_a_row_that_changes_what_it_closes_over_is_refused(env, policy):
+def test_a_row_that_changes_a_closed_over_tensor_is_refused(env, policy):
   noise = torch.zeros(4, device="jax")
   before = env.rng.state.state_dict()
   for wrap in (_identity, jax_jit):

@@ -26,7 +26,7 @@ def test_words_are_the_key_and_the_count(impl):
   assert words[-1] == 5
 
 
-def test_a_packed_stream_draws_what_the_stream_draws():
+def test_a_packed_stream_draws_as_the_stream():
   with rng.rng_scope(3) as stream:
     words, form = Packer().pack("a test")
     expected = [jax.random.bits(stream.next_key()) for _ in range(3)]

@@ -492,7 +492,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_torch_refuses_raises_torchs_type_and_draws_nothing(env, name):
+def test_refusals_have_torchs_type_and_draw_nothing(env, name):
   with pytest.raises(Exception) as on_cpu:
     REFUSED[name]("cpu")
   before = env.rng.state.state_dict()

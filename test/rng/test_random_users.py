@@ -196,7 +196,7 @@ PRUNINGS = {
 
 
 @pytest.mark.parametrize("name", PRUNINGS)
-def test_pruning_removes_what_the_seed_says(name):
+def test_pruning_follows_the_seed(name):
   prune_module, options, removed = PRUNINGS[name]
 
   def mask(seed: int):
@@ -372,7 +372,7 @@ def _with_generator(draw):
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 @each_cpu_user
 @pytest.mark.parametrize("seeded", [_with_seed, _with_generator])
-def test_what_draws_on_the_cpu_draws_the_same_with_torchax_on(name, seeded, env):
+def test_draws_on_the_cpu_are_unchanged_by_torchax(name, seeded, env):
   draw = CPU_USERS[name]
   before = repr(env.rng)
   with env.disabled():
@@ -388,7 +388,7 @@ def test_what_draws_on_the_cpu_draws_the_same_with_torchax_on(name, seeded, env)
 
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 @each_cpu_user
-def test_what_draws_on_the_cpu_leaves_the_streams_of_jax_alone(name, env):
+def test_draws_on_the_cpu_leave_the_streams_of_jax_alone(name, env):
   with env:
     torch.manual_seed(3)
     before = repr(env.rng)

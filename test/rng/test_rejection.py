@@ -207,7 +207,7 @@ def test_exponential_race_samples_tokens_by_their_weights():
   assert stats.chisquare(np.bincount(tokens, minlength=4), expected).pvalue > 1e-4
 
 
-def test_what_is_sure_is_drawn_as_such():
+def test_certain_events_are_always_drawn():
   count = torch.tensor([0.0, 7.0, 7.0]).to("jax")
   prob = torch.tensor([0.5, 0.0, 1.0]).to("jax")
   assert torch.binomial(count, prob).tolist() == [0, 0, 7]
@@ -261,7 +261,7 @@ SAMPLERS = {
 
 
 @pytest.mark.parametrize("name, rtol", [("poisson", 0), ("gamma", 2e-6)])
-def test_a_sampler_gives_a_row_of_a_batch_what_it_gives_alone(name, rtol):
+def test_a_row_of_a_batch_is_drawn_as_if_alone(name, rtol):
   """Gamma is equal up to rounding: XLA reorders terms that rows share."""
   keys = jax.random.split(jax.random.key(0), 3)
   sample = jax.jit(SAMPLERS[name])

@@ -361,7 +361,7 @@ def test_a_sampler_is_a_function_of_its_key(name):
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_a_sampler_gives_a_row_of_a_batch_what_it_gives_alone(name):
+def test_a_row_of_a_batch_is_drawn_as_if_alone(name):
   sample = SAMPLERS[name]
   keys = jax.random.split(jax.random.key(0), 3)
   batch = jax.vmap(sample)(keys)

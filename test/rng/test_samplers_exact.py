@@ -230,7 +230,7 @@ def test_the_least_half_precision_exponential_is_subnormal():
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
 @pytest.mark.parametrize("shape", [(), (7,), (3, 500)])
-def test_two_words_are_those_of_jax_and_others(impl, shape):
+def test_two_words_are_jaxs_and_others(impl, shape):
   key = jax.random.key(3, impl=impl)
   first, second = threefry.two_words(key, shape)
   assert jnp.array_equal(first, jax.random.bits(key, shape))

@@ -391,7 +391,7 @@ def test_a_state_of_another_dtype_is_refused(dtype):
 
 
 @pytest.mark.parametrize("value", ["state", None, b"torchax-rng-1\0", [1, 2]])
-def test_what_is_no_tensor_is_no_state(value):
+def test_values_other_than_tensors_are_no_state(value):
   with pytest.raises(SeedError, match="uint8 tensor"):
     RngState.from_tensor(value)
 

@@ -76,7 +76,7 @@ def test_blocks_go_on_where_the_last_one_ended(mode):
 # The program ------------------------------------------------------------------------
 
 
-def test_the_program_writes_as_many_bytes_as_it_is_told(tmp_path):
+def test_the_program_writes_the_requested_number_of_bytes(tmp_path):
   path = tmp_path / "bits"
   rng_stream.main(["--mode", "seeds", "--bytes", "1001", "--output", str(path)])
   assert path.read_bytes() == _first_block("seeds").tobytes()[:1001]

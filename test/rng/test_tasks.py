@@ -31,7 +31,7 @@ async def _request(env, seed: int, draw, pause: float = 0.0) -> list:
 
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
-def test_tasks_that_interleave_draw_what_each_draws_alone(env, draw):
+def test_interleaved_tasks_draw_as_if_alone(env, draw):
   # Other pauses end the scopes in another order than they began in.
   requests = [(1, 0.003), (2, 0.001), (3, 0.002)]
 
@@ -143,7 +143,7 @@ def test_a_task_has_the_environment_on_for_itself(env):
   assert seen == [False, "meta"] and not other.enabled
 
 
-def test_what_is_on_globally_is_on_in_every_task_of_the_thread():
+def test_enabled_globally_means_in_every_task_of_the_thread():
   """For example in the cells of a notebook, which may be tasks of their own."""
   other = torchax.Environment(seed=5)
 
@@ -223,7 +223,7 @@ def _in_new_threads(count: int) -> list:
   return found
 
 
-def test_a_seed_decides_what_the_threads_after_it_draw():
+def test_a_seed_determines_draws_of_later_threads():
   def run(seed):
     torch.manual_seed(seed)
     return _in_new_threads(3)
@@ -338,7 +338,7 @@ def test_new_environment_configuration_affects_no_other(env):
   assert env.rng.state.impl == "threefry2x32" and not env.rng.by_site
 
 
-def test_the_repr_of_an_environment_says_what_it_is(env):
+def test_the_repr_of_an_environment_describes_it(env):
   other = torchax.Environment(torchax.Configuration(prng_impl="rbg"), seed=7)
   expected = (
     "Environment(device='jax', seed=7, count={}, "
@@ -351,7 +351,7 @@ def test_the_repr_of_an_environment_says_what_it_is(env):
 
 
 @pytest.mark.parametrize("seed", [1.5, "7", True, 2**64])
-def test_an_environment_refuses_what_is_no_seed(seed):
+def test_an_environment_refuses_values_other_than_seeds(seed):
   kind = ValueError if seed == 2**64 else SeedError
   with pytest.raises(kind, match=r"A seed is an integer in \[-2\*\*63"):
     torchax.Environment(seed=seed)

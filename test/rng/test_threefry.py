@@ -39,7 +39,7 @@ def x64():
 @pytest.mark.parametrize("seed", KEYS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("width", WIDTHS)
-def test_bits_are_those_of_jax(shape, seed, width):
+def test_bits_equal_jax(shape, seed, width):
   key = jax.random.fold_in(jax.random.key(seed), 5)
   expected = jax.random.bits(key, shape, width)
   actual = jax.random.bits(threefry.unrolled_key(key), shape, width)
@@ -48,7 +48,7 @@ def test_bits_are_those_of_jax(shape, seed, width):
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_draws_are_those_of_jax(name):
+def test_draws_equal_jax(name):
   key = jax.random.key(3)
   sampler = threefry.with_unrolled_key(DRAWS[name])
   expected = DRAWS[name](key)
@@ -77,7 +77,7 @@ SAMPLERS = [
 
 
 @pytest.mark.parametrize("row", SAMPLERS, ids=lambda row: row[0].__name__)
-def test_every_sampler_draws_what_it_draws_with_the_key_of_jax(row, monkeypatch):
+def test_every_sampler_draws_as_with_jaxs_key(row, monkeypatch):
   sampler, *args = row
   key = jax.random.key(11)
   jaxpr = str(jax.make_jaxpr(lambda key: sampler(key, *args))(key))

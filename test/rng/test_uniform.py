@@ -10,7 +10,7 @@ from torchax.rng import samplers, threefry, uniform
 
 @pytest.mark.parametrize("p", (0.0, 0.25, 0.7, 0.9, 1 - 1e-8))
 @pytest.mark.parametrize("shape", ((9,), (3, 5), (2, 3, 4, 7)), ids=str)
-def test_elements_are_those_of_the_whole_draw(shape, p):
+def test_elements_equal_the_whole_draw(shape, p):
   key = jax.random.fold_in(jax.random.key(3), 8)
   whole = samplers.bernoulli(key, shape, p)
   places = np.random.default_rng(0).permutation(whole.size).astype(np.uint32)
@@ -29,7 +29,7 @@ def test_elements_are_those_of_the_whole_draw(shape, p):
   ),
   ids=("threefry", "too many", "rbg"),
 )
-def test_what_has_positions(key, shape, expected):
+def test_positions_exist_for_keys_and_shapes(key, shape, expected):
   assert threefry.is_addressable(key(), shape) == expected
 
 

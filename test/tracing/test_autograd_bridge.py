@@ -441,7 +441,7 @@ def test_j2t_autograd_can_be_differentiated_twice():
   _assert_close([second], [6 * x])
 
 
-def test_complex_gradients_equal_those_of_torch():
+def test_complex_gradients_equal_torch():
   def f(z):
     return (z * z.conj() * (1 + 2j)).real.sum() + torch.view_as_real(z).sum()
 

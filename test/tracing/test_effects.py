@@ -102,7 +102,7 @@ def test_changes_name_their_targets(change, expected):
   assert (change.name(["x"], {}), change.kind) == expected
 
 
-def test_effects_are_a_tree_whose_leaves_are_the_arrays():
+def test_effects_are_a_pytree_of_their_arrays():
   leaf, module = _zeros(), nn.Module()
   changes = [(WriteArgument(0), ONES), (ClearGradient(Identity(leaf)), None)]
   target = Target(Identity(module), "hidden", False)

@@ -131,7 +131,7 @@ def on_cpu(options) -> dict:
 
 
 @pytest.mark.parametrize(("cls", "options", "foreach"), ROWS)
-def test_five_steps_equal_those_of_torch(cls, options, foreach):
+def test_five_steps_equal_torch(cls, options, foreach):
   def make(parameters):
     parameters = list(parameters)
     is_jax = isinstance(parameters[0], Tensor)
@@ -153,7 +153,7 @@ def test_five_steps_equal_those_of_torch(cls, options, foreach):
   ],
   ids=["adam", "adamw", "sgd", "adagrad", "adagrad, rate in a tensor"],
 )
-def test_fused_steps_equal_those_of_torch(make):
+def test_fused_steps_equal_torch(make):
   assert_trained_alike(*both(make))
 
 
@@ -317,7 +317,7 @@ SCHEDULES = {
 
 @pytest.mark.parametrize("tensor_lr", [False, True], ids=["number", "tensor"])
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-def test_lr_schedules_equal_those_of_torch(schedule, tensor_lr):
+def test_lr_schedules_equal_torch(schedule, tensor_lr):
   results = []
   for model, x, y in models():
     # A learning rate on the device, which requires `capturable`.
@@ -352,7 +352,7 @@ def test_lr_schedules_equal_those_of_torch(schedule, tensor_lr):
   ],
   ids=["mean", "moving", "moving by tensor"],
 )
-def test_weight_averages_equal_those_of_torch(make):
+def test_weight_averages_equal_torch(make):
   results = []
   for model, x, y in models():
     averaged = make(model)

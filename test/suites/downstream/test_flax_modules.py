@@ -16,7 +16,7 @@ X = jnp.ones((1, 3))
 
 
 @pytest.mark.parametrize("seed", [0, 5])
-def test_parameters_are_those_of_the_environments_key(seed):
+def test_parameters_are_drawn_from_the_environments_key(seed):
   env = torchax.Environment()
   env.manual_seed(seed)
   key = env.prng_key

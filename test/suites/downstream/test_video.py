@@ -116,7 +116,7 @@ def _shard(weights, mesh):
   return found
 
 
-def test_a_wrapped_model_stands_in_for_the_one_of_the_pipeline(transformer, mesh, env):
+def test_a_wrapped_model_replaces_the_one_of_the_pipeline(transformer, mesh, env):
   expected = transformer(X, T, return_dict=False)[0].detach()
   with env, mesh:
     model = torchax.compile(

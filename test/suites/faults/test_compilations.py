@@ -457,7 +457,7 @@ DIFFERENTIATED = {
 
 
 @pytest.mark.parametrize("row", DIFFERENTIATED)
-def test_gradients_are_those_of_the_numbers_of_the_call(row):
+def test_gradients_use_the_numbers_of_their_call(row):
   """Calls with other numbers before a first or second backward pass change nothing."""
   function, numbers = DIFFERENTIATED[row]
 

@@ -159,7 +159,7 @@ FLOPS = {"linear": _model, "attention": Attention}
 
 @pytest.mark.parametrize("is_on", [True, False])
 @pytest.mark.parametrize("row", FLOPS)
-def test_a_counter_of_operations_counts_those_on_jax(row, is_on):
+def test_counter_of_operations_counts_operations_on_jax(row, is_on):
   make = FLOPS[row]
 
   def count(model, points) -> dict:

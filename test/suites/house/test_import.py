@@ -212,7 +212,7 @@ print("made")
 """
 
 
-def test_the_class_of_generators_stands_for_torch_s_own_as_well():
+def test_generators_are_instances_of_torchs_class_too():
   check = NO_BACKEND.format(when="making a generator")
   assert run(f"import torch, torchax\n{GENERATORS}{check}") == "made\n"
 

@@ -41,7 +41,7 @@ def _failures(name: str):
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_gradients_at_edge_points_are_those_of_cpu_torch(name):
+def test_gradients_at_edge_points_equal_cpu_torch(name):
   failures, needed = [], set()
   with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch warns of experimental and renamed functions

@@ -116,7 +116,7 @@ def test_tests_of_upstream_run_against_this_project(tmp_path, capsys, name):
     (SPARSE.replace("[sparse]", "[dense]"), 1, "STALE test_kinds.py::test_kind[dense]"),
   ],
 )
-def test_failures_are_those_that_are_expected(tmp_path, capsys, rows, status, said):
+def test_failures_equal_the_expected_ones(tmp_path, capsys, rows, status, said):
   files = {**QUICK, "test/test_kinds.py": FAILS}
   place = checkout(tmp_path / "upstream", files)
   assert run(place, rows) == status
