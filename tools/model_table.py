@@ -14,8 +14,8 @@ from tools import tables
 
 # Test of test/suites/models/test_matrix.py -> name of the check, in the table's order.
 CHECKS = {
-  "test_results_in_evaluation_are_those_of_the_cpu": "results",
-  "test_gradients_in_training_are_those_of_the_cpu": "gradients",
+  "test_results_in_evaluation_equal_the_cpu": "results",
+  "test_gradients_in_training_equal_the_cpu": "gradients",
   "test_a_seed_gives_the_same_draws_in_each_way": "draws",
 }
 # Way -> title of its column; other ways have their own names.

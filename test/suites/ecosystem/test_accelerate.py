@@ -81,13 +81,13 @@ def test_it_finds_the_device():
   assert {x.device.type for batch in run.data for x in batch} == {"jax"}
 
 
-def test_losses_are_those_of_the_cpu():
+def test_losses_equal_the_cpu():
   expected = _on_cpu()
   integration.use_jax()
   assert Run().losses() == pytest.approx(expected, rel=1e-5)
 
 
-def test_losses_in_bf16_are_those_of_the_cpu():
+def test_losses_in_bf16_equal_the_cpu():
   expected = _on_cpu(precision="bf16")
   integration.use_jax()
   run = Run(precision="bf16")
@@ -98,7 +98,7 @@ def test_losses_in_bf16_are_those_of_the_cpu():
   assert run.losses() == pytest.approx(expected, rel=1e-2)
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
+def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path):
   integration.use_jax()
   run = Run(dropout=0.5)
   run.accelerator.register_for_checkpointing(integration.RandomState())

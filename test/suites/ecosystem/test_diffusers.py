@@ -54,7 +54,7 @@ SAMPLERS = {
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_images_from_noise_of_the_cpu_are_those_of_the_cpu(unet, sampler):
+def test_images_from_noise_of_the_cpu_equal_the_cpu(unet, sampler):
   make = SAMPLERS[sampler]
   expected = _images(make(copy.deepcopy(unet)), "cpu", _generator())
   actual = _images(make(copy.deepcopy(unet)), "jax", _generator())
@@ -105,7 +105,7 @@ def test_a_pipeline_is_saved_and_loaded(unet, tmp_path):
   assert _images(loaded, "jax", _generator()) == pytest.approx(expected, abs=1e-6)
 
 
-def test_training_with_a_moving_average_is_that_of_the_cpu(unet):
+def test_training_with_a_moving_average_equals_the_cpu(unet):
   averages = {}
   for device in ("cpu", "jax"):
     model = copy.deepcopy(unet).train().to(device)

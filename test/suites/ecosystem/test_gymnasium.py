@@ -88,7 +88,7 @@ def _drawn_by_numpy():
   return choose
 
 
-def test_losses_are_those_of_the_cpu_for_the_same_actions():
+def test_losses_equal_the_cpu_for_the_same_actions():
   actual = _train("jax", _drawn_by_numpy(), 3)
   expected = _train("cpu", _drawn_by_numpy(), 3)
   assert actual[0] == expected[0]

@@ -81,7 +81,7 @@ def _fit(folder, epochs=2, dropout=0.0, resume=None, **options):
   return network, trainer
 
 
-def test_losses_and_validation_are_those_of_the_cpu(tmp_path):
+def test_losses_and_validation_equal_the_cpu(tmp_path):
   expected, on_cpu = _fit(tmp_path, accelerator="cpu")
   actual, trainer = _fit(tmp_path, **JAX)
   assert actual.devices == {"jax"}
@@ -92,14 +92,14 @@ def test_losses_and_validation_are_those_of_the_cpu(tmp_path):
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_losses_in_bf16_are_those_of_the_cpu(tmp_path, precision):
+def test_losses_in_bf16_equal_the_cpu(tmp_path, precision):
   expected, _ = _fit(tmp_path, accelerator="cpu", precision=precision)
   actual, _ = _fit(tmp_path, precision=precision, **JAX)
   # bfloat16 has 8 bits.
   assert actual.losses == pytest.approx(expected.losses, rel=2e-2)
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
+def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path):
   keeping = {"callbacks": [integration.RandomStateCallback()], **JAX}
   whole, _ = _fit(tmp_path, 4, 0.5, **keeping)
   half, trainer = _fit(tmp_path, 2, 0.5, **keeping)
@@ -124,7 +124,7 @@ def test_the_accelerator_alone_does_not_train_on_the_cpu(tmp_path):
 
 
 @pytest.mark.parametrize("devices", [1, "1", -1, "auto"])
-def test_all_words_for_one_process_mean_it(devices):
+def test_all_options_for_one_process_are_accepted(devices):
   trainer = pytorch.Trainer(devices=devices, logger=False, **JAX)
   assert trainer.num_devices == 1
   assert trainer.strategy.root_device == torch.device("jax:0")
@@ -136,7 +136,7 @@ def test_several_processes_and_other_devices_are_refused(devices):
     pytorch.Trainer(devices=devices, logger=False, **JAX)
 
 
-def test_a_strategy_says_which_device():
+def test_a_strategy_chooses_the_device():
   trainer = pytorch.Trainer(strategy=integration.JaxStrategy("jax:0"), logger=False)
   assert isinstance(trainer.accelerator, integration.JaxAccelerator)
   assert isinstance(trainer.accelerator.get_device_stats("jax:0"), dict)

@@ -40,7 +40,7 @@ def _inside(is_on: bool):
 
 @pytest.mark.parametrize("is_on", [True, False])
 @each_config
-def test_a_quantized_model_that_is_moved_gives_what_it_gave(config, is_on):
+def test_a_quantized_model_keeps_its_results_when_moved(config, is_on):
   model = _quantized(config)
   expected = model(POINTS)
   with _inside(is_on), torch.no_grad():

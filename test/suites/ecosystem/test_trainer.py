@@ -94,7 +94,7 @@ def test_it_finds_the_device(tmp_path):
   assert {p.device.type for p in trainer.model.parameters()} == {"jax"}
 
 
-def test_losses_and_evaluation_are_those_of_the_cpu(tmp_path):
+def test_losses_and_evaluation_equal_the_cpu(tmp_path):
   expected = _trained(tmp_path / "cpu")
   expected_losses, expected_evaluation = _losses(expected), expected.evaluate()
   answers = expected.predict(Sentences()).predictions
@@ -106,7 +106,7 @@ def test_losses_and_evaluation_are_those_of_the_cpu(tmp_path):
   assert actual.predict(Sentences()).predictions == pytest.approx(answers, abs=1e-3)
 
 
-def test_losses_in_bf16_are_those_of_the_cpu(tmp_path):
+def test_losses_in_bf16_equal_the_cpu(tmp_path):
   expected = _losses(_trained(tmp_path / "cpu", bf16=True, use_cpu=True))
   _use_jax()
   trainer = _trained(tmp_path / "jax", bf16=True)
@@ -115,7 +115,7 @@ def test_losses_in_bf16_are_those_of_the_cpu(tmp_path):
   assert _losses(trainer) == pytest.approx(expected, rel=1e-2)
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
+def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path):
   _use_jax()
   whole = _trained(tmp_path / "whole", dropout=0.3)
   checkpoint = tmp_path / "whole" / f"checkpoint-{SAVED}"
@@ -126,7 +126,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
     assert torch.equal(rest.model.state_dict()[name].cpu(), value.cpu()), name
 
 
-def test_a_checkpoint_of_the_cpu_goes_on_on_jax(tmp_path):
+def test_a_checkpoint_of_the_cpu_resumes_on_jax(tmp_path):
   whole = _trained(tmp_path / "cpu")
   checkpoint = tmp_path / "cpu" / f"checkpoint-{SAVED}"
   _use_jax()
@@ -146,7 +146,7 @@ def test_a_checkpoint_of_jax_opens_on_the_cpu(tmp_path):
     assert torch.equal(loaded.state_dict()[name], value.cpu()), name
 
 
-def test_arguments_that_were_made_too_early_are_refused(tmp_path):
+def test_arguments_made_too_early_are_refused(tmp_path):
   _trainer(tmp_path)
   with pytest.raises(RuntimeError, match="before the first Accelerator"):
     integration.use_jax()

@@ -33,7 +33,7 @@ def _assert_alike(actual: Run, expected: Run) -> None:
 
 @each_way
 @each_model
-def test_results_in_evaluation_are_those_of_the_cpu(name, way):
+def test_results_in_evaluation_equal_the_cpu(name, way):
   row = ROWS[name]
   model = row.model(dropout=0.5).eval()
   (expected,) = run_on_cpu(model, row.inputs(), None)
@@ -43,7 +43,7 @@ def test_results_in_evaluation_are_those_of_the_cpu(name, way):
 
 @each_way
 @pytest.mark.parametrize("name", ROWS)
-def test_gradients_in_training_are_those_of_the_cpu(name, way):
+def test_gradients_in_training_equal_the_cpu(name, way):
   row = ROWS[name]
   model = row.model(dropout=0.0).train()
   (expected,) = run_on_cpu(model, row.inputs(), loss_of)

@@ -31,13 +31,13 @@ def _rows(path) -> list[str]:
 def test_a_law_holds_where_all_of_its_rows_do(tmp_path):
   report = _report(
     tmp_path,
-    _case("test_losses_are_those_of_the_cpu[a]"),
-    _case("test_losses_are_those_of_the_cpu[b]"),
+    _case("test_losses_equal_the_cpu[a]"),
+    _case("test_losses_equal_the_cpu[b]"),
     _case("test_it_is_saved[a]"),
     _case("test_it_is_saved[b]", "<failure/>"),
   )
   assert _rows(report) == [
-    "| peft 1.0 | `x` | ✗ it is saved<br>✓ losses are those of the CPU |"
+    "| peft 1.0 | `x` | ✗ it is saved<br>✓ losses equal the CPU |"
   ]
 
 
