@@ -61,19 +61,19 @@ def _module() -> list[Row]:
   parameters = list(model.parameters())
   return [
     compare(
-      f"call of a jitted module, {N_PARAMETERS} parameters, no_grad",
+      f"jitted module, {N_PARAMETERS} parameters, no_grad",
       without_gradient,
       lambda: plain(params, array),
       1,
     ),
     compare(
-      "the same, gradients recorded",
+      f"jitted module, {N_PARAMETERS} parameters, gradients recorded",
       lambda: jitted(x),
       lambda: plain(params, array),
       2,
     ),
     compare(
-      "the same with its gradient, by torch.autograd",
+      f"jitted module, {N_PARAMETERS} parameters, torch.autograd.grad",
       lambda: torch.autograd.grad(jitted(x).sum(), parameters),
       lambda: gradient(params, array),
       None,

@@ -111,21 +111,21 @@ def _mlp_rows(x, add) -> list[Row]:
 
   return [
     compare(
-      "eager Linear–GELU–Dropout–Linear, functions",
+      "eager MLP (Linear–GELU–Dropout–Linear), functions",
       forward,
       add,
       20,
       baseline_name="jnp.add",
     ),
     compare(
-      "as nn.Sequential, gradients recorded",
+      "eager MLP, nn.Sequential, gradients recorded",
       lambda: model(x),
       add,
       20,
       baseline_name="jnp.add",
     ),
     compare(
-      "the same, forward and backward",
+      "eager MLP, nn.Sequential, forward and backward",
       forward_backward,
       add,
       60,

@@ -14,7 +14,7 @@ def table(rows: list[Row]) -> str:
     f"{len(jax.devices())} × {device.device_kind} ({device.platform}), "
     f"torch {torch.__version__}, JAX {jax.__version__}, torchax {torchax.VERSION}",
     "",
-    "| case | torchax, µs | beside | µs | ratio |",
+    "| case | torchax, µs | baseline | µs | ratio |",
     "|---|---|---|---|---|",
   ]
   lines += [

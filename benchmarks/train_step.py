@@ -124,7 +124,7 @@ def _first_call(step) -> float:
 
 def rows() -> list[Row]:
   """Return the rows of later calls, the first call and memory."""
-  first = Row("its first call (trace and compile)", "plain JAX", 0.0, 0.0, 0.95)
+  first = Row("train step, first call (trace, compile)", "plain JAX", 0.0, 0.0, 0.95)
   times = []
   for _ in range(3):
     jax.clear_caches()
@@ -143,7 +143,7 @@ def _memory(ours, plain) -> Row:
   their = plain.func.func if isinstance(plain.func, functools.partial) else plain.func
   theirs = their.lower(*plain.args).compile().memory_analysis()
   return Row(
-    "temporary memory of that step (bytes)",
+    "train step, temporary memory (bytes)",
     "plain JAX",
     own.temp_size_in_bytes,
     theirs.temp_size_in_bytes,
