@@ -16,7 +16,7 @@ class Verdict(enum.Enum):
   """Result of a comparison."""
 
   AGREES = "agrees"
-  REFUSED = "refused with a way out"
+  REFUSED = "refused with a remedy"
   TORCH_DIFFERS = "torch differs from itself"
   INVALID = "torch refuses"
   DIFFERS = "differs"

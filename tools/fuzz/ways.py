@@ -56,8 +56,8 @@ WAYS = {
 }
 
 
-# Texts of refusals that name a way out; torch.compile shows some as text alone.
-_WAYS_OUT = ("docs/errors.md#", "the shape of the result depends on the values")
+# Texts of refusals that name a remedy; torch.compile shows some as text alone.
+_REMEDIES = ("docs/errors.md#", "the shape of the result depends on the values")
 
 
 @dataclasses.dataclass
@@ -80,7 +80,7 @@ class Outcome:
     """True if the error is one of ours that names a remedy."""
     error: BaseException | None = self.error
     while error is not None:
-      if isinstance(error, Documented) or any(t in str(error) for t in _WAYS_OUT):
+      if isinstance(error, Documented) or any(t in str(error) for t in _REMEDIES):
         return True
       error = error.__cause__ or error.__context__
     return False
