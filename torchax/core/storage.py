@@ -204,7 +204,7 @@ class Excerpt(Storage):
   __slots__ = ()
 
 
-class Content:
+class Payload:
   """Opaque payload for `__tensor_flatten__`; all are equal, so Dynamo adds no guard."""
 
   __slots__ = ("storage", "chain", "env")

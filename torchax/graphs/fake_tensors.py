@@ -17,7 +17,7 @@ from torchax.environment import default_env
 from torchax.errors import ConversionError, MixedDeviceError, TracedStateError
 from torchax.functions import indexing
 from torchax.graphs import higher_order
-from torchax.tensor import META, Content, Tensor
+from torchax.tensor import META, Payload, Tensor
 
 
 class NoNumbersError(TracedStateError, torch_compat.DataDependentOutputException):
