@@ -16,7 +16,7 @@ PORTED_TESTS = "test/suites/ported/test_ops.py"
 PORTED_FUNCTIONS = "torchax/functions/ported.py"
 THEME = "torchax/ops/jaten/activation.py"
 
-# What the operator files of both projects start with.
+# Start of the operator files of both projects.
 IMPORTS = """
 import functools
 import jax
@@ -125,7 +125,7 @@ def commit(place: pathlib.Path, files: dict, subject: str) -> str:
 
 
 def with_operators(files: dict) -> dict:
-  """The files, and the one by which a checkout is known."""
+  """Return the files, with the one that identifies a checkout."""
   known = any(path.endswith(JATEN) for path in files)
   return files if known else {JATEN: BASE, **files}
 

@@ -142,18 +142,17 @@ def all_files() -> list[pathlib.Path]:
 
 
 def findings_in(path: pathlib.Path) -> Iterator[Finding]:
-  """Findings in one file; of a test file, its names alone."""
+  """Yield the findings in one file."""
   text = path.read_text(encoding="utf-8")
   name = path.relative_to(ROOT).as_posix()
   if path.suffix == ".md":
     yield from _phrases(name, _prose(text))
-  elif name.startswith("test/"):
-    yield from _test_names(name, ast.parse(text))
   else:
     tree = ast.parse(text)
     yield from _docstrings(name, tree)
     yield from _phrases(name, _comments(text))
     yield from _names(name, tree)
+    yield from _test_names(name, tree)
 
 
 def _phrases(name: str, text: str, start: int = 1) -> Iterator[Finding]:

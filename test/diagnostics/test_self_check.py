@@ -1,4 +1,4 @@
-"""Checks of the installation, each of which must pass here."""
+"""Checks of the installation: all must pass here."""
 
 import pytest
 import torch

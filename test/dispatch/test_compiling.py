@@ -156,7 +156,7 @@ def test_wrong_arguments_do_not_trigger_the_fallback():
 
 
 def test_in_place_and_out_forms_of_uncompiled_lowerings_work():
-  """`clamp` stands for an operator that looks at its numbers."""
+  """`clamp` represents operators that read their numbers."""
   clamp = torch.ops.aten.clamp.default
   ours = operators.all_aten_ops[torch.ops.aten.clamp]
   env = torchax.Environment()

@@ -1,4 +1,4 @@
-"""What `test_dtensor.py` runs in one process that has eight devices.
+"""Cases of `test_dtensor.py`, run in one process that has eight devices.
 
   XLA_FLAGS=--xla_force_host_platform_device_count=8 python dtensor_cases.py out.json
 
@@ -153,7 +153,7 @@ def a_part_of_a_mesh_leaves_the_other_axes_alone():
   assert placements_of(z.jax(), mesh) == (Shard(0), Replicate())
 
 
-# What lies on a mesh, made of a tensor that does.
+# Functions whose result, like their input, is on a mesh.
 DTENSORS: dict[str, Callable] = {
   "distribute_tensor": lambda x: x,
   "from_local": lambda x: DTensor.from_local(x, grid(), [Shard(0), Shard(1)]),

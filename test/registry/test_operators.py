@@ -358,7 +358,7 @@ def test_kind_sets_the_flags_of_upstream(kind):
 
 
 def test_the_lowerings_of_the_library_are_built_in():
-  """Others pay for a program for each number; what is carried over is in `ported`."""
+  """Others compile one program per number; ported lowerings are in `ported`."""
   others = [
     f"{operation}: {operator.func.__module__}"
     for table in (operators.all_aten_ops, operators.all_torch_functions)

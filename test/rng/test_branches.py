@@ -1,4 +1,4 @@
-"""Branches of `cond` and `switch` draw what the branch taken would draw first.
+"""The selected branch of `cond` and `switch` draws the next numbers of the stream.
 
 Loops are in `test_loops.py`, errors of both in `test_loop_errors.py`.
 """

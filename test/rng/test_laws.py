@@ -91,7 +91,7 @@ def test_alpha_dropout_drops_the_same_eager_and_compiled(env):
 
 @pytest.mark.parametrize("name", ["normal", "multinomial", "bernoulli", "uniform_"])
 def test_a_draw_gives_its_parameters_no_gradient(name):
-  """As in torch, for `backward` and for gradients of JAX."""
+  """The law of torch holds for `backward` and for gradients of JAX."""
   draws = {
     "normal": lambda x: torch.normal(x, x),
     "multinomial": lambda x: torch.multinomial(x, 3).float(),
@@ -170,7 +170,7 @@ def test_no_tracer_leaks_from_a_boundary(env, name):
 
 
 class _Mine(BaseException):
-  """Not an Exception: as KeyboardInterrupt, it is caught by nobody."""
+  """Not an Exception: like KeyboardInterrupt, no handler catches it."""
 
 
 def _failing(error):

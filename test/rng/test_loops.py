@@ -1,4 +1,4 @@
-"""Loops draw what the unrolled Python program draws.
+"""Loops draw the numbers of the unrolled Python program.
 
 `scan`, `fori_loop` and `while_loop` of `torchax.interop`. Branches are in
 `test_branches.py`, errors in `test_loop_errors.py`, random nests in `test_nests.py`.
@@ -154,7 +154,7 @@ def test_loops_with_bodies_made_for_one_call_are_dropped():
     return weakref.ref(weight)
 
   held = [once() for _ in range(4)]
-  for _ in range(2):  # what a first pass frees lets go of more
+  for _ in range(2):  # objects that the first pass frees refer to more
     gc.collect()
   assert not any(weight() is not None for weight in held)
 
@@ -283,7 +283,7 @@ def test_a_body_may_differentiate_what_it_closes_over():
 
 
 def _filled(loop, n: int, rows: int = 4) -> torch.Tensor:
-  """Shape (rows, 3): what the first n iterations of a loop draw."""
+  """Return the draws of the first n iterations of a loop, of shape (rows, 3)."""
 
   def body(i, value):
     is_here = (torch.arange(rows, device="jax") == i)[:, None]

@@ -31,7 +31,7 @@ def _constants(closed):
 
 
 def _baked_keys(closed) -> list[str]:
-  """Where a closed jaxpr makes or holds a key that is no operand."""
+  """List the equations and constants with a key that is no operand."""
   found_equations = list(equations(closed.jaxpr))
   # The words of a key that has come in, under another implementation, are fine.
   words = {

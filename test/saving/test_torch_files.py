@@ -242,7 +242,7 @@ def test_an_index_says_which_device_a_file_is_loaded_onto():
     capture_output=True,
     text=True,
   )
-  # Here there is one device, which takes what was on another one.
+  # This process has one device, which receives tensors of other devices.
   first, _ = torch.load(io.BytesIO(bytes.fromhex(program.stdout)))
   assert str(first.device) == "jax:0"
   assert_same(first, torch.arange(8.0))

@@ -205,7 +205,7 @@ class Tied(torch.nn.Module):
 
 
 def _referred(model):
-  """Return a parameter with weak references, and a check of what they refer to."""
+  """Return a parameter with weak references, and a check that they are alive."""
   weight = model.head.weight
   weight.note = "kept"
   reference, keyed = weakref.ref(weight), WeakIdKeyDictionary()

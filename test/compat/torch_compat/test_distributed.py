@@ -18,7 +18,7 @@ def _decorated(function):
 
 def test_rerouted_function_keeps_its_identity():
   def add(x, y=1, *, z=2):
-    """Adds."""
+    """Return the sum of the arguments."""
     return x + y + z
 
   decorated = _decorated(add)
@@ -33,7 +33,10 @@ def test_rerouted_function_keeps_its_identity():
   assert decorated(1) == ("around", 4) and decorated(1, 2, z=5) == ("around", 8)
   assert decorated(0, z=5) == ("around", "ours")
   assert calls == [((1,), {}), ((1, 2), {"z": 5}), ((0,), {"z": 5})]
-  assert inspect.signature(decorated) == signature and add.__doc__ == "Adds."
+  assert (
+    inspect.signature(decorated) == signature
+    and add.__doc__ == "Return the sum of the arguments."
+  )
   with pytest.raises(TypeError):
     decorated(1, unknown=1)
 

@@ -90,7 +90,7 @@ def test_dynamo_skips_functions_kept_from_it():
 
 
 class _Kept:
-  """What Dynamo is kept from."""
+  """Class whose code Dynamo must skip."""
 
   @property
   def value(self):

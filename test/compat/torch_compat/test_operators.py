@@ -37,13 +37,13 @@ def test_builtin_is_its_public_function(row):
   assert private is public
 
 
-def test_attention_of_heads_calls_overrides_of_its_parts():
+def test_undispatched_attention_calls_overrides_of_its_parts():
   layer = torch.nn.MultiheadAttention(4, 2)
   x = torch.ones(3, 4)
   weights = (layer.in_proj_weight, layer.in_proj_bias, None, None, False, 0.0)
   out = (layer.out_proj.weight, layer.out_proj.bias)
   with Recorder() as recorder:
-    found, _ = torch_compat.attention_of_heads(x, x, x, 4, 2, *weights, *out)
+    found, _ = torch_compat.undispatched_attention(x, x, x, 4, 2, *weights, *out)
   assert {torch_compat.linear, torch.nn.functional.softmax} <= set(recorder.seen)
   assert torch.nn.functional.multi_head_attention_forward not in recorder.seen
   torch.testing.assert_close(found, layer(x, x, x)[0])

@@ -11,7 +11,7 @@ from torchax.compat import torch_compat
 
 @pytest.fixture
 def notices(monkeypatch):
-  """What is noticed of swaps of tensors of the class `Swapped`."""
+  """List with one entry per observed swap of tensors of the class `Swapped`."""
   monkeypatch.setattr(torch.utils, "swap_tensors", torch.utils.swap_tensors)
   seen = []
   torch_compat.watch_swaps(Swapped, lambda: seen.append(1))

@@ -20,7 +20,7 @@ from torchax.ops import jaten
 
 @pytest.fixture(name="restored")
 def _restored():
-  """The registry is afterwards what it was."""
+  """Restore the registry after a test."""
   with registries.restored():
     yield
 

@@ -31,8 +31,9 @@ def found(tmp_path, monkeypatch):
     ('"""Plans of operations."""\n\nx = 1  # one per key\n', []),
   ],
 )
-def test_code_is_checked_outside_of_strings(found, text, expected):
-  assert found("torchax/module.py", text) == expected
+@pytest.mark.parametrize("name", ["torchax/module.py", "test/test_module.py"])
+def test_code_is_checked_outside_of_strings(found, name, text, expected):
+  assert found(name, text) == expected
 
 
 @pytest.mark.parametrize(

@@ -55,16 +55,16 @@ class TestOps(unittest.TestCase):
 
 @dataclasses.dataclass
 class Row:
-  """A commit of upstream's, and what is to become of it.
+  """A commit of upstream, and the expected result of porting it.
 
   Attributes:
     before, after: its files.
     verdicts: of its parts.
     status: of the tool.
-    has: file here -> what is in it afterwards.
-    lacks: file here -> what is not.
+    has: file here -> text that it contains afterwards.
+    lacks: file here -> text that it does not contain.
     patch: verdicts of the patch alone, without the files; by default the same.
-    said: what the tool says.
+    said: output of the tool.
   """
 
   before: dict
