@@ -344,12 +344,6 @@ def _take_along_dim(input, indices, dim=None):
   if dim is None:
     indices = out_of_range.negative_to_size(indices.ravel(), input.size)
     return out_of_range.read(input.ravel(), indices, 0)
-  if input.ndim != indices.ndim:
-    raise RuntimeError(
-      "torch.take_along_dim(): input and indices should have the same number of "
-      f"dimensions, but got {input.ndim} dimensions for input, and {indices.ndim} "
-      "dimensions for indices"
-    )
   # Along a dimension torch takes any index, modulo its size.
   indices = indices % max(input.shape[dim], 1) if input.ndim else indices
   return out_of_range.read(input, indices, dim)

@@ -33,17 +33,6 @@ def _linear(input, weight, bias=None):
       f"linear expects input and weight of one dtype, but got {input.dtype} and "
       f"{weight.dtype}."
     )
-  if not (input.ndim and weight.ndim):
-    raise RuntimeError(
-      "both arguments to linear need to be at least 1D, but they are "
-      f"{input.ndim}D and {weight.ndim}D"
-    )
-  if input.shape[-1] != weight.shape[-1]:
-    raise RuntimeError(
-      "mat1 and mat2 shapes cannot be multiplied: linear got input of shape "
-      f"{list(input.shape)} and weight of shape {list(weight.shape)}; their last "
-      "dimensions must be equal."
-    )
   contracted = ((input.ndim - 1,), (weight.ndim - 1,))
   product = lax.dot_general(input, weight, (contracted, ((), ())))
   return product if bias is None else product + bias.astype(product.dtype)

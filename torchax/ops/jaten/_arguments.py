@@ -9,23 +9,13 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def _is_negative(number) -> bool:
-  return type(number) is int and number < 0
-
-
 def require_size(size) -> None:
   """Raise RuntimeError for a size with a negative number."""
-  negative = list(filter(_is_negative, size))
+  negative = [number for number in size if type(number) is int and number < 0]
   if negative:
     raise RuntimeError(
       f"Trying to create tensor with negative dimension {negative[0]}: {list(size)}"
     )
-
-
-def require_count(name: str, number) -> None:
-  """Raise RuntimeError if the argument `name`, a number of rows or so, is negative."""
-  if _is_negative(number):
-    raise RuntimeError(f"{name} must be greater or equal to 0, got {number}")
 
 
 def dim_of(dim: int, ndim: int) -> int:

@@ -348,12 +348,6 @@ def _aten_gelu_backward(grad_output, self, *, approximate="none"):
 
 def _split_gate(self, dim):
   axis = _axis(self, dim)
-  if axis is None:
-    raise RuntimeError("glu does not support 0-dimensional tensors")
-  if self.shape[axis] % 2:
-    raise RuntimeError(
-      f"Halving dimension must be even, but dimension {axis} is size {self.shape[axis]}"
-    )
   return axis, *jnp.split(self, 2, axis=axis)
 
 

@@ -55,10 +55,6 @@ def _aten_rsub(self, other, alpha=1):
 
 @op(aten.neg, aten.negative, on_host=_on_host.POINTWISE["neg"])
 def _aten_neg(self):
-  if self.dtype == jnp.bool_:
-    raise NotImplementedError(
-      "Negation of a bool tensor is not supported. Use `~` or `logical_not()` instead."
-    )
   return -self
 
 
@@ -130,14 +126,12 @@ def _reject_bools(name, array):
 
 
 def _floor_divide(left, right):
-  _reject_bools("floor division", left)
   if is_exact(left):
     return jnp.floor_divide(left, right)
   return _floor_divide_floats(left, right)
 
 
 def _truncating_divide(left, right):
-  _reject_bools("truncating division", left)
   if is_exact(left):
     return lax.div(*jnp.broadcast_arrays(left, right))
   return in_float32(lambda a, b: jnp.trunc(a / b))(left, right)
@@ -152,11 +146,6 @@ def _aten_div(self, other, rounding_mode=None):
   left, right = promote(self, other)
   if rounding_mode is None:
     return jnp.divide(to_float(left), to_float(right))
-  if rounding_mode not in _ROUNDED_DIVISIONS:
-    raise RuntimeError(
-      "div expects rounding_mode to be one of None, 'trunc' or 'floor', but got "
-      f"{rounding_mode!r}."
-    )
   # A step function: in torch its derivative is 0 everywhere, also at the steps.
   return lax.stop_gradient(_ROUNDED_DIVISIONS[rounding_mode](left, right))
 

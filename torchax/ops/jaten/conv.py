@@ -43,24 +43,7 @@ def _conv_transpose(input, weight, stride, padding, dilation, output_padding, gr
   )
 
 
-def _check(input, weight, bias, stride, padding, dilation, transposed, groups):
-  if not (input.ndim == weight.ndim >= 3):
-    raise RuntimeError(
-      f"Expected input and weight of one rank, with a spatial dimension at least, but "
-      f"got shapes {input.shape} and {weight.shape}."
-    )
-  dtypes = {input.dtype, weight.dtype} | (set() if bias is None else {bias.dtype})
-  if len(dtypes) > 1:
-    raise RuntimeError(
-      "Input, weight and bias should have the same dtype, but got input "
-      f"{input.dtype}, weight {weight.dtype} and bias {getattr(bias, 'dtype', None)}."
-    )
-  channels = weight.shape[0] if transposed else weight.shape[1] * groups
-  if input.shape[1] != channels or weight.shape[0] % groups:
-    raise RuntimeError(
-      f"Given groups={groups}, weight of size {weight.shape}, expected "
-      f"input{input.shape} to have {channels} channels, but got {input.shape[1]}."
-    )
+def _check(weight, bias, stride, padding, dilation, transposed, groups):
   outputs = weight.shape[1] * groups if transposed else weight.shape[0]
   if bias is not None and bias.shape != (outputs,):
     raise RuntimeError(
@@ -72,27 +55,13 @@ def _check(input, weight, bias, stride, padding, dilation, transposed, groups):
     )
   if any(pad < 0 for pair in padding for pad in pair):
     raise RuntimeError(f"negative padding is not supported, but got {padding}.")
-  if not transposed:
-    _check_kernel_fits(input, weight, padding, dilation)
-
-
-def _check_kernel_fits(input, weight, padding, dilation):
-  padded = tuple(
-    size + low + high for size, (low, high) in zip(input.shape[2:], padding)
-  )
-  extent = tuple(d * (k - 1) + 1 for k, d in zip(weight.shape[2:], dilation))
-  if any(kernel > size for kernel, size in zip(extent, padded)):
-    raise RuntimeError(
-      f"Calculated padded input size per channel: {padded}. Kernel size: {extent}. "
-      "Kernel size can't be greater than actual input size"
-    )
 
 
 def _convolve(
   input, weight, bias, stride, padding, dilation, transposed, output_padding, groups
 ):
   """Convolve; `padding` has (low, high) pairs, the other sizes a number a dimension."""
-  _check(input, weight, bias, stride, padding, dilation, transposed, groups)
+  _check(weight, bias, stride, padding, dilation, transposed, groups)
   if transposed:
     result = _conv_transpose(
       input, weight, stride, padding, dilation, output_padding, groups
@@ -170,26 +139,15 @@ def _aten_convolution_backward_overrideable(grad_output, input, weight, *args, *
   return _aten_convolution_backward(grad_output, input, weight, None, *args, **named)
 
 
-def _named_padding(name, stride, extents):
-  """Return (low, high) pairs for "valid" or "same"; an odd cell goes to the end."""
-  if name == "valid":
-    return tuple((0, 0) for _ in extents)
-  if name != "same":
-    raise RuntimeError(f"Invalid padding string: {name!r}; use 'same' or 'valid'.")
-  if any(s != 1 for s in stride):
-    raise RuntimeError(
-      f"padding='same' is not supported for strided convolutions; got stride {stride}."
-    )
-  return tuple((extent // 2, extent - extent // 2) for extent in extents)
-
-
 @op(aten.conv2d)
 def _aten_conv2d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
   """Convolve (N, C, H, W) or (C, H, W); `padding` may be "valid" or "same"."""
   stride, dilation = expand_sizes(stride, 2), expand_sizes(dilation, 2)
   if isinstance(padding, str):
-    extents = [d * (k - 1) for k, d in zip(weight.shape[2:], dilation)]
-    pairs = _named_padding(padding, stride, extents)
+    is_same = padding == "same"
+    extents = [is_same * d * (k - 1) for k, d in zip(weight.shape[2:], dilation)]
+    # For "same", an odd cell goes to the end.
+    pairs = tuple((extent // 2, extent - extent // 2) for extent in extents)
   else:
     pairs = tuple((p, p) for p in expand_sizes(padding, 2))
   batched = input if input.ndim == 4 else input[None]

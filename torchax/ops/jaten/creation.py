@@ -20,7 +20,6 @@ from torchax.core.static_values import StaticValue
 from torchax.ops.builtin import Kind, op
 from torchax.ops.casting import cast, require_fit
 from torchax.ops.jaten import _on_host
-from torchax.ops.jaten._arguments import require_count, require_size
 from torchax.ops.promotion import default_float, result_dtype
 from torchax.registry.names import aten
 from torchax.tensor import Tensor
@@ -45,7 +44,6 @@ def _scalar(value, dtype):
 
 def _zero_array(size, dtype):
   """Return zeros; float8_e8m0fnu lacks zero and gets its smallest number, as torch."""
-  require_size(size)
   return jnp.broadcast_to(cast(0.0, dtype), size)
 
 
@@ -67,7 +65,6 @@ def _zeros(size, *, dtype=None):
 
 @op(aten.ones, on_host=_on_host.constant(1))
 def _ones(size, *, dtype=None):
-  require_size(size)
   return jnp.ones(size, _dtype_or(dtype, default_float()))
 
 
@@ -86,7 +83,6 @@ def _check_new_full(self, size, fill_value, *, dtype=None, **_ignored):
 
 @op(aten.full, check=_check_full)
 def _full(size, fill_value, *, dtype=None):
-  require_size(size)
   value = _scalar(fill_value, _dtype_or(dtype, result_dtype(fill_value)))
   return jnp.broadcast_to(value, size)
 
@@ -108,8 +104,6 @@ def _aten_empty_strided(size, stride, *, dtype=None):
 
 @op(aten.eye)
 def _aten_eye(n, m=None, *, dtype=None):
-  require_count("n", n)
-  require_count("m", m)
   return jnp.eye(n, m, dtype=_dtype_or(dtype, default_float()))
 
 
@@ -295,10 +289,8 @@ def _aten_arange(start=0, end=None, step=1, *, dtype=None):
   return _float_range(start, step, length, jax_dtype)
 
 
-def _equally_spaced(name, start, end, steps, dtype):
+def _equally_spaced(start, end, steps, dtype):
   """Return `steps` equally spaced values, exact at both ends."""
-  if steps < 0:
-    raise RuntimeError(f"{name} expects steps >= 0, but got steps={steps}.")
   wide = dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.float32
   wide = jnp.promote_types(wide, jnp.float32)
   start, end = (_scalar(value, wide) for value in (start, end))
@@ -311,39 +303,24 @@ def _equally_spaced(name, start, end, steps, dtype):
   return jnp.where(index < steps // 2, from_start, from_end)
 
 
-def _require_scalars(name, start, end) -> None:
-  if jnp.ndim(start) or jnp.ndim(end):
-    raise RuntimeError(
-      f"{name} only supports 0-dimensional start and end tensors, but got start with "
-      f"{jnp.ndim(start)} and end with {jnp.ndim(end)} dimensions."
-    )
-
-
-def _spaced_dtype(name, dtype, *ends):
+def _spaced_dtype(dtype, *ends):
   is_complex = any(map(jnp.iscomplexobj, ends))
-  if is_complex and dtype is not None and not dtype.is_complex:
-    raise RuntimeError(
-      f"torch.{name}(): inferred dtype complex can't be safely cast to passed dtype "
-      f"{dtype}."
-    )
   complex_dtype = jnp.promote_types(default_float(), jnp.complex64)
   return _dtype_or(dtype, complex_dtype if is_complex else default_float())
 
 
 @op(aten.linspace)
 def _aten_linspace(start, end, steps, *, dtype=None):
-  _require_scalars("linspace", start, end)
-  jax_dtype = _spaced_dtype("linspace", dtype, start, end)
-  return cast(_equally_spaced("linspace", start, end, steps, jax_dtype), jax_dtype)
+  jax_dtype = _spaced_dtype(dtype, start, end)
+  return cast(_equally_spaced(start, end, steps, jax_dtype), jax_dtype)
 
 
 @op(aten.logspace)
 def _aten_logspace(start, end, steps, base=10.0, *, dtype=None):
-  _require_scalars("logspace", start, end)
-  jax_dtype = _spaced_dtype("logspace", dtype, start, end)
+  jax_dtype = _spaced_dtype(dtype, start, end)
   if jnp.issubdtype(jax_dtype, jnp.integer):  # torch truncates them too
     start, end = jnp.trunc(start), jnp.trunc(end)
-  exponents = _equally_spaced("logspace", start, end, steps, jax_dtype)
+  exponents = _equally_spaced(start, end, steps, jax_dtype)
   return cast(jnp.power(jnp.asarray(base, exponents.dtype), exponents), jax_dtype)
 
 
@@ -394,16 +371,12 @@ def _aten_triu(self, diagonal=0):
 
 @op(aten.tril_indices)
 def _aten_tril_indices(row, col, offset=0, *, dtype=torch.int64):
-  require_count("row", row)
-  require_count("col", col)
   indices = np.stack(np.tril_indices(row, offset, col))
   return jnp.asarray(indices, mappings.t2j_dtype(dtype or torch.int64))
 
 
 @op(aten.triu_indices)
 def _aten_triu_indices(row, col, offset=0, *, dtype=torch.int64):
-  require_count("row", row)
-  require_count("col", col)
   indices = np.stack(np.triu_indices(row, offset, col))
   return jnp.asarray(indices, mappings.t2j_dtype(dtype or torch.int64))
 

@@ -68,8 +68,6 @@ def _aten_embedding(
   weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=False
 ):
   """Look up rows; the last two options concern only `embedding_dense_backward`."""
-  if weight.ndim != 2:
-    raise RuntimeError(f"'weight' must be 2-D, but got shape {weight.shape}.")
   return _rows(weight, indices)
 
 
@@ -175,8 +173,6 @@ def _aten__embedding_bag(
   padding_idx=-1,
 ):
   """Return output, bag of each index, bag sizes, and maximum rows (mode max)."""
-  if per_sample_weights is not None and mode != BagMode.SUM:
-    raise RuntimeError("embedding_bag: per_sample_weights needs mode='sum'.")
   num_bags = offsets.shape[0] - (1 if include_last_offset else 0)
   # Offsets are the starts of the bags.
   positions = jnp.arange(indices.shape[0], dtype=offsets.dtype)

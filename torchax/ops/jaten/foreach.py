@@ -7,14 +7,11 @@ traced, so a replaced one takes effect. The in-place forms follow from torch's s
 `fused_optimizers.py`.
 """
 
-import math
-
 import jax.numpy as jnp
 
 from torchax.core import mappings
 from torchax.ops.builtin import op
 from torchax.ops.jaten import _numbers
-from torchax.ops.list_checks import require_same_length
 from torchax.ops.promotion import to_float, widen
 from torchax.registry.names import aten, present, resolve
 from torchax.registry.operators import all_aten_ops
@@ -37,6 +34,7 @@ _CLAMPS = {
 
 # Foreach overload -> the overload for one row of its lists.
 ROWS = {
+  aten._foreach_max.default: aten.max.default,
   aten._foreach_mm.default: aten.mm.default,
   aten._foreach_zero.default: aten.zeros_like.default,
   aten._foreach_copy.default: aten.copy.default,
@@ -80,19 +78,8 @@ def _is_list(value) -> bool:
 
 def _rows(*args) -> list[list]:
   """Return the arguments of each row: an element of each list, and other arguments."""
-  lists = [arg for arg in args if _is_list(arg)]
-  require_same_length(lists)
-  return [
-    [arg[row] if _is_list(arg) else arg for arg in args] for row in range(len(lists[0]))
-  ]
-
-
-def _require_scalar(other) -> None:
-  if jnp.ndim(other):
-    raise RuntimeError(
-      f"scalar tensor expected to be 0 dim but it has {other.ndim} dimensions and "
-      f"{other.size} elements."
-    )
+  count = next(len(arg) for arg in args if _is_list(arg))
+  return [[arg[row] if _is_list(arg) else arg for arg in args] for row in range(count)]
 
 
 # Arguments that the lowering of a row needs as Python numbers.
@@ -103,8 +90,6 @@ _OVERWRITING = (aten._foreach_zero, aten._foreach_copy)
 
 def _register(foreach_op, row_op) -> None:
   def each(*args, **kwargs):
-    if foreach_op._overloadname == "Tensor":
-      _require_scalar(args[1])
     lower = _operator(row_op).func
     return [lower(*row, **kwargs) for row in _rows(*args)]
 
@@ -157,27 +142,8 @@ for _packet, _row in (
     _pointwise(getattr(_packet, _overload), _row, takes_cpu=_overload == "Tensor")
 
 
-@op(aten._foreach_max)
-def _aten__foreach_max(self):
-  require_same_length([self])
-  if any(array.size == 0 for array in self):
-    raise RuntimeError(
-      "_foreach_max cannot compute the maximum of an empty tensor; max over zero "
-      "elements is undefined."
-    )
-  lower = _operator(aten.max.default).func
-  return [lower(array) for array in self]
-
-
 @op(aten._foreach_norm, static=("ord",), prepare=_numbers.norm_order("ord"))
 def _aten__foreach_norm(self, ord=2, dtype=None):
-  require_same_length([self])
-  is_infinite = not isinstance(ord, tuple) and math.isinf(ord)
-  if is_infinite and any(array.size == 0 for array in self):
-    raise RuntimeError(
-      "_foreach_norm cannot compute the infinity norm on an empty tensor because the "
-      "operation does not have an identity"
-    )
   lower = _operator(aten.linalg_vector_norm.default).func
   return [lower(array, ord, dtype=dtype) for array in self]
 
@@ -187,7 +153,6 @@ def _aten__foreach_norm(self, ord=2, dtype=None):
 )
 def _aten__foreach_powsum(self, ord=2, dtype=None):
   """Sum powers of the magnitudes: norms without the root."""
-  require_same_length([self])
   if dtype is not None:
     self = [array.astype(mappings.t2j_dtype(dtype)) for array in self]
   order, _ = ord if isinstance(ord, tuple) else (ord, None)

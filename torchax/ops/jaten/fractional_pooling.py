@@ -11,10 +11,8 @@ import jax.numpy as jnp
 import torch
 
 from torchax.core import mappings
-from torchax.ops.builtin import op
 from torchax.ops.jaten._arguments import expand_sizes
-from torchax.ops.jaten.pooling import _send_back
-from torchax.registry.names import aten
+from torchax.ops.jaten.pooling import _send_back, register
 
 
 def _starts(sample, size: int, pooled: int, kernel: int):
@@ -30,24 +28,10 @@ def _starts(sample, size: int, pooled: int, kernel: int):
   return jnp.where(windows == pooled - 1, last, starts)
 
 
-def _check(self, kernel, pooled, rank: int):
-  if self.ndim not in (rank + 1, rank + 2):
-    raise RuntimeError(
-      f"fractional_max_pool{rank}d(): Expected {rank + 1}D or {rank + 2}D tensor, but "
-      f"got shape {list(self.shape)}."
-    )
-  for size, k, out in zip(self.shape[-rank:], kernel, pooled):
-    # In three dimensions torch's bound is smaller by one.
-    if out < 0 or k < 1 or out + k - 1 > size - (rank == 3):
-      raise RuntimeError(
-        f"fractional_max_pool{rank}d(): {out} windows of size {k} are too many or too "
-        f"large for an input of size {size}."
-      )
-
-
 def _fractional_max_pool(self, kernel_size, output_size, random_samples, rank: int):
   kernel, pooled = expand_sizes(kernel_size, rank), expand_sizes(output_size, rank)
-  _check(self, kernel, pooled, rank)
+  if min(kernel) < 1:
+    raise RuntimeError(f"fractional_max_pool{rank}d(): got kernel_size={kernel}.")
   spatial = self.shape[-rank:]
   planes = self.reshape(math.prod(self.shape[:-rank]), math.prod(spatial))
   # Without a batch dimension, torch uses the samples of the first image.
@@ -77,25 +61,11 @@ def _maxima(planes, cells, self, pooled):
   return values, indices.astype(mappings.t2j_dtype(torch.int64))
 
 
-@op(aten.fractional_max_pool2d)
-def _aten_fractional_max_pool2d(self, kernel_size, output_size, random_samples):
-  return _fractional_max_pool(self, kernel_size, output_size, random_samples, 2)
-
-
-@op(aten.fractional_max_pool3d)
-def _aten_fractional_max_pool3d(self, kernel_size, output_size, random_samples):
-  return _fractional_max_pool(self, kernel_size, output_size, random_samples, 3)
-
-
-@op(aten.fractional_max_pool2d_backward)
-def _aten_fractional_max_pool2d_backward(
-  grad_output, self, kernel_size, output_size, indices
+def _fractional_max_pool_backward(
+  grad_output, self, kernel_size, output_size, indices, *, rank
 ):
-  return _send_back(grad_output, self, indices, 2)
+  return _send_back(grad_output, self, indices, rank)
 
 
-@op(aten.fractional_max_pool3d_backward)
-def _aten_fractional_max_pool3d_backward(
-  grad_output, self, kernel_size, output_size, indices
-):
-  return _send_back(grad_output, self, indices, 3)
+register("fractional_max_pool{}d", _fractional_max_pool)
+register("fractional_max_pool{}d_backward", _fractional_max_pool_backward)

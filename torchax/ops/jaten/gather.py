@@ -115,7 +115,6 @@ def _copy_rules(self, dim, index, source):
 
 @op(aten.index_copy, rules=_copy_rules)
 def _aten_index_copy(self, dim, index, source):
-  _check_rows("index_copy", self, dim, index, source)
   require_one_dtype("index_copy", self, source)
   return _write_along(self, dim, index, source, assigned)
 
@@ -150,23 +149,11 @@ def _aten_index_reduce(self, dim, index, source, reduce, *, include_self=True):
   _require_rank(self, source)
   _check_rows("index_reduce", self, dim, index, source)
   require_one_dtype("index_reduce", self, source)
-  how = _reducer(reduce, include_self)
+  how = functools.partial(_reduce_into, reduce, include_self)
   return _write_along(self, dim, index, source, how, gathers=True)
 
 
 # --- gather and scatter ----------------------------------------------------------
-
-
-def _check_covers(name, self, dim, index) -> None:
-  """Raise if `index` is larger than `self` in a dimension other than `dim`."""
-  fits = self.ndim == index.ndim and all(
-    axis == dim or size <= self.shape[axis] for axis, size in enumerate(index.shape)
-  )
-  if not fits:
-    raise RuntimeError(
-      f"{name}: Expected index {list(index.shape)} to be no larger than self "
-      f"{list(self.shape)} apart from dimension {dim}"
-    )
 
 
 def _place_rules(self, dim, index, *rest, **named):
@@ -182,7 +169,6 @@ def _aten_gather(self, dim, index, *, sparse_grad=False):
     return out_of_range.read(jnp.atleast_1d(self), index)
   if not index.size:
     return jnp.zeros(index.shape, self.dtype)
-  _check_covers("gather", self, dim, index)
   window = tuple(
     slice(None) if axis == dim else slice(size) for axis, size in enumerate(index.shape)
   )
@@ -192,16 +178,6 @@ def _aten_gather(self, dim, index, *, sparse_grad=False):
 def _scatter(self, dim, index, src, how, gathers=False):
   """Write by `how(array, indices, values)`; `index` may be smaller than `src`."""
   array, index = jnp.atleast_1d(self, index)
-  if index.size and array.ndim != index.ndim:
-    raise RuntimeError(
-      "scatter: Index tensor must have the same number of dimensions as self tensor, "
-      f"but got shapes {list(index.shape)} and {list(self.shape)}."
-    )
-  if not getattr(src, "weak_type", True) and src.dtype != self.dtype:
-    raise RuntimeError(
-      "scatter(): Expected self.dtype to be equal to src.dtype, but got "
-      f"{self.dtype} and {src.dtype}."
-    )
   if jnp.ndim(src):
     src = src[tuple(slice(size) for size in index.shape)]
   values = jnp.asarray(src).astype(self.dtype)
@@ -248,7 +224,8 @@ def _aten_scatter_reduce(self, dim, index, src, reduce, *, include_self=True):
 
   Without `include_self`, the elements of `self` at the indices do not count.
   """
-  return _scatter(self, dim, index, src, _reducer(reduce, include_self), gathers=True)
+  how = functools.partial(_reduce_into, reduce, include_self)
+  return _scatter(self, dim, index, src, how, gathers=True)
 
 
 _OLD_NAMES = {"add": "sum", "multiply": "prod"}
@@ -273,15 +250,6 @@ def _identity(reduce, dtype):
     return reduce == "amin"
   limits = jnp.iinfo(dtype)
   return limits.min if reduce == "amax" else limits.max
-
-
-def _reducer(reduce, include_self):
-  """Return the function `(array, indices, values) -> array` of a named reduction."""
-  if reduce not in _REDUCERS:
-    raise RuntimeError(
-      f"reduce expects one of {', '.join(_REDUCERS)}, but got {reduce!r}."
-    )
-  return functools.partial(_reduce_into, reduce, include_self)
 
 
 def _reduce_into(reduce, include_self, array, indices, values):

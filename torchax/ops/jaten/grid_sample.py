@@ -173,12 +173,6 @@ def _map_images(function: Callable, input, grid, mode, padding, align_corners, *
 @op(aten.grid_sampler_2d, aten.grid_sampler_3d)
 def _aten_grid_sampler(input, grid, interpolation_mode, padding_mode, align_corners):
   """Sample (N, C, *space) at the points of `grid`, (N, *out, dimensions)."""
-  dims = input.ndim - 2
-  if grid.shape[-1] != dims:
-    raise RuntimeError(
-      f"grid_sampler(): expected grid to have size {dims} in last dimension, but got "
-      f"grid with sizes {list(grid.shape)}"
-    )
   modes = (interpolation_mode, padding_mode, align_corners)
   return _map_images(_sample, input, grid, *modes).astype(input.dtype)
 

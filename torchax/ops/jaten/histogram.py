@@ -53,8 +53,6 @@ def _prepare_histc(given: dict) -> None:
 )
 def _aten_histc(self, bins=100, min=0, max=0):
   """Count values in equal bins of [min, max]; if min == max, of the data's range."""
-  if bins <= 0:
-    raise RuntimeError(f"torch.histc: bins must be > 0, but got bins={bins}.")
   # Half precision would round values into a neighboring bin.
   wide = jnp.promote_types(self.dtype, jnp.float32)
   values = jnp.ravel(self).astype(wide)
@@ -153,11 +151,6 @@ def _points(name, self, dimensions):
   if not jnp.issubdtype(self.dtype, jnp.floating):
     raise NotImplementedError(
       f"{name} is not implemented for {self.dtype}: pass floating-point values."
-    )
-  if self.ndim < 2 or self.shape[-1] != dimensions:
-    raise RuntimeError(
-      f"{name}: expected an input of shape (…, {dimensions}), as there are "
-      f"{dimensions} sequences of bins, but got {self.shape}."
     )
   return self.reshape(math.prod(self.shape[:-1]), dimensions)
 

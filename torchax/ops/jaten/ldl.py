@@ -16,12 +16,7 @@ from jax import lax
 
 from torchax.core import out_of_range
 from torchax.ops.builtin import op
-from torchax.ops.jaten.solve import (
-  check_info,
-  needs_no_check,
-  require_pivots,
-  require_square,
-)
+from torchax.ops.jaten.solve import check_info, needs_no_check
 from torchax.registry.index_rules import Range
 from torchax.registry.names import aten
 
@@ -121,7 +116,6 @@ def _factor(matrix, hermitian):
 @op(aten.linalg_ldl_factor_ex, compiled=needs_no_check)
 def _aten_linalg_ldl_factor_ex(self, hermitian=False, check_errors=False):
   """Factor a matrix by its lower triangle."""
-  require_square("linalg.ldl_factor_ex", self)
   if self.size == 0:
     pivots = jnp.zeros(self.shape[:-1], jnp.int32)
     return self, pivots, jnp.zeros(self.shape[:-2], jnp.int32)
@@ -211,8 +205,6 @@ def _pivot_rules(LD, pivots, B, hermitian=False):
 
 @op(aten.linalg_ldl_solve, rules=_pivot_rules)
 def _aten_linalg_ldl_solve(LD, pivots, B, hermitian=False):
-  require_square("linalg.ldl_solve", LD)
-  require_pivots("linalg.ldl_solve", LD, pivots)
   batch = jnp.broadcast_shapes(LD.shape[:-2], B.shape[:-2])
   if B.size == 0 or LD.size == 0:
     return jnp.zeros(batch + B.shape[-2:], B.dtype)

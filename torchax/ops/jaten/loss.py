@@ -59,21 +59,6 @@ def _class_weights(self, weight):
   return widen(weight).reshape((-1,) + (1,) * (self.ndim - 1 - _class_axis(self)))
 
 
-def _check_classes(self, target, weight):
-  axis = _class_axis(self)
-  expected = self.shape[:axis] + self.shape[axis + 1 :]
-  if target.shape != expected and target.size != 1:
-    raise RuntimeError(
-      f"Expected a target of shape {expected} for an input of shape {self.shape}, but "
-      f"got {target.shape}."
-    )
-  if weight is not None and weight.shape != (self.shape[axis],):
-    raise RuntimeError(
-      "weight tensor should be defined either for all "
-      f"{self.shape[axis]} classes or no classes, but got shape {weight.shape}."
-    )
-
-
 def _target_classes(self, target):
   """Reshape `target` to the shape of `self` with a class dimension of size 1."""
   axis = _class_axis(self)
@@ -102,7 +87,6 @@ def _class_rules(self, target, weight, reduction, ignore_index):
   prepare=_numbers.as_they_are,
 )
 def _aten_nll_loss_forward(self, target, weight, reduction, ignore_index):
-  _check_classes(self, target, weight)
   axis = _class_axis(self)
   classes = _target_classes(self, target)
   counts = _is_counted(classes, ignore_index)

@@ -26,24 +26,8 @@ from torchax.registry.names import aten
 DISTANCE_MATMUL_SIZE = 25
 
 
-def _require_rank(name, **ranked):
-  """Raise RuntimeError unless each operand, `name=(array, rank)`, has its rank."""
-  for operand, (array, rank) in ranked.items():
-    if array.ndim != rank:
-      raise RuntimeError(
-        f"{name}: expected {operand} to be a {rank}D tensor, but got shape "
-        f"{array.shape}."
-      )
-
-
 def _product(name, left, right):
-  """Multiply matrices, with torch's error for mismatched shapes."""
   require_one_dtype(name, left, right)
-  inner = right.shape[-2] if right.ndim > 1 else right.shape[0]
-  if left.shape[-1] != inner:
-    raise RuntimeError(
-      f"{name}: shapes {left.shape} and {right.shape} cannot be multiplied."
-    )
   return jnp.matmul(left, right)
 
 
@@ -78,17 +62,11 @@ def _affine(self, product, beta, alpha):
 
 @op(aten.mm.default)
 def _aten_mm(self, mat2):
-  _require_rank("mm", self=(self, 2), mat2=(mat2, 2))
   return _product("mm", self, mat2)
 
 
 @op(aten.bmm.default)
 def _aten_bmm(self, mat2):
-  _require_rank("bmm", self=(self, 3), mat2=(mat2, 3))
-  if self.shape[0] != mat2.shape[0]:
-    raise RuntimeError(
-      f"bmm: expected equal batch sizes, but got shapes {self.shape} and {mat2.shape}."
-    )
   return _product("bmm", self, mat2)
 
 
@@ -104,13 +82,11 @@ def _aten_mm_dtype(self, mat2, out_dtype):
 
 @op(aten.mv)
 def _aten_mv(self, vec):
-  _require_rank("mv", self=(self, 2), vec=(vec, 1))
   return _product("mv", self, vec)
 
 
 @op(aten.dot)
 def _aten_dot(self, tensor):
-  _require_rank("dot", self=(self, 1), tensor=(tensor, 1))
   return _product("dot", self, tensor)
 
 
@@ -121,14 +97,11 @@ def _aten_vdot(self, other):
 
 @op(aten.matmul)
 def _aten_matmul(self, other):
-  if self.ndim == 0 or other.ndim == 0:
-    raise RuntimeError("both arguments to matmul need to be at least 1D, but one is 0D")
   return _product("matmul", self, other)
 
 
 @op(aten.outer, aten.ger)
 def _aten_outer(self, vec2):
-  _require_rank("outer", self=(self, 1), vec2=(vec2, 1))
   left, right = promote(self, vec2)
   return left[:, None] * right[None, :]
 
@@ -141,7 +114,6 @@ def linear(input, weight, bias=None):
 
 @op(aten.tensordot)
 def _aten_tensordot(self, other, dims_self, dims_other):
-  require_one_dtype("tensordot", self, other)
   return jnp.tensordot(self, other, axes=(tuple(dims_self), tuple(dims_other)))
 
 
@@ -163,14 +135,12 @@ def _aten_addmm_dtype(self, mat1, mat2, out_dtype, beta=1, alpha=1):
 
 @op(aten.baddbmm.default)
 def _aten_baddbmm(self, batch1, batch2, beta=1, alpha=1):
-  _require_rank("baddbmm", batch1=(batch1, 3), batch2=(batch2, 3))
   return _affine(self, _product("baddbmm", batch1, batch2), beta, alpha)
 
 
 @op(aten.addbmm)
 def _aten_addbmm(self, batch1, batch2, beta=1, alpha=1):
   """Sum the products of all batches, in one contraction."""
-  _require_rank("addbmm", batch1=(batch1, 3), batch2=(batch2, 3))
   require_one_dtype("addbmm", self, batch1, batch2)
   total = jnp.einsum("bij,bjk->ik", batch1, batch2)
   return _affine(self, total, beta, alpha)
@@ -306,11 +276,6 @@ _prepare_p = _numbers.norm_order("p")
 
 @op(aten._cdist_forward, check=_check_cdist, static=("p",), prepare=_prepare_p)
 def _aten_cdist_forward(x1, x2, p, compute_mode=None):
-  if x1.shape[-1] != x2.shape[-1]:
-    raise RuntimeError(
-      "cdist: expected X1 and X2 to have the same number of columns, but got shapes "
-      f"{x1.shape} and {x2.shape}."
-    )
   # compute_mode: None or 0 decides by size, 1 always uses the product, 2 never.
   is_large = max(x1.shape[-2], x2.shape[-2]) > DISTANCE_MATMUL_SIZE
   if p == 2 and (compute_mode == 1 or (not compute_mode and is_large)):
@@ -362,48 +327,9 @@ _INNER_GROUPS = lax.RaggedDotDimensionNumbers(
 )
 
 
-def _require_grouped(self, mat2, offs, bias, out_dtype) -> None:
-  """Raise RuntimeError as torch does."""
-  shapes = f"got shapes {self.shape} and {mat2.shape}"
-  if self.ndim not in (2, 3) or mat2.ndim not in (2, 3):
-    raise RuntimeError(
-      f"_grouped_mm expects matrices of 2 or 3 dimensions, but {shapes}."
-    )
-  if self.dtype != mat2.dtype:
-    raise RuntimeError(
-      f"_grouped_mm expects matrices of one dtype, but got {self.dtype} and "
-      f"{mat2.dtype}. Convert one of them with `.to(...)`."
-    )
-  if not jnp.issubdtype(self.dtype, jnp.floating):
-    raise RuntimeError(f"_grouped_mm expects floating point, but got {self.dtype}.")
-  if self.shape[-1] != mat2.shape[-2]:
-    raise RuntimeError(f"_grouped_mm expects one inner size, but {shapes}.")
-  if (offs is None) != (self.ndim == mat2.ndim == 3):
-    raise RuntimeError(
-      "_grouped_mm expects `offs` exactly where one of the matrices has 2 dimensions, "
-      f"but {shapes} {'without' if offs is None else 'and'} `offs`."
-    )
-  groups = [m.shape[0] for m in (self, mat2, offs) if m is not None and m.ndim != 2]
-  if any(count != groups[0] for count in groups):
-    raise RuntimeError(
-      f"_grouped_mm expects one number of groups, but {shapes}"
-      + (f" and {offs.shape[0]} offsets." if offs is not None else ".")
-    )
-  if offs is not None and offs.dtype != jnp.int32:
-    raise RuntimeError(f"_grouped_mm expects `offs` in int32, but got {offs.dtype}.")
-  if bias is not None:
-    raise RuntimeError("_grouped_mm has no bias in torch; add it to the result.")
-  if out_dtype is not None and mappings.t2j_dtype(out_dtype) != self.dtype:
-    raise RuntimeError(
-      f"_grouped_mm returns the dtype of the matrices, {self.dtype}, but "
-      f"out_dtype={out_dtype} was asked for. Convert the result."
-    )
-
-
 @op(aten._grouped_mm)
 def _aten__grouped_mm(self, mat2, offs=None, bias=None, out_dtype=None):
   """Multiply group by group; rows past the last offset are 0, not uninitialized."""
-  _require_grouped(self, mat2, offs, bias, out_dtype)
   if offs is None:
     return jnp.matmul(self, mat2)
   sizes = jnp.diff(offs, prepend=0)

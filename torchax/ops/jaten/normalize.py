@@ -146,11 +146,6 @@ def _channels(parameter, group):
 @op(aten.native_group_norm)
 def _aten_native_group_norm(input, weight, bias, N, C, HxW, group, eps):
   """Return the output, and mean and reciprocal deviation of shape (N, group)."""
-  if C % group:
-    raise RuntimeError(
-      f"Expected number of channels in input to be divisible by num_groups, but got "
-      f"{C} channels and num_groups={group}."
-    )
   wide = widen(input).reshape(N, group, C // group, HxW)
   mean, variance = _moments(wide, (2, 3))
   rstd = lax.rsqrt(variance + eps)

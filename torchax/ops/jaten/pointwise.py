@@ -62,19 +62,6 @@ def _float_binary(function):
   return lambda self, other: function(*map(to_float, promote(self, other)))
 
 
-def _integer_binary(function):
-  def lowering(self, other):
-    left, right = promote(self, other)
-    if not jnp.issubdtype(left.dtype, jnp.integer):
-      raise NotImplementedError(
-        f"{function.__name__} expects integers, but got {left.dtype}. Convert the "
-        "tensors with `.to(torch.int64)` first."
-      )
-    return function(left, right)
-
-  return lowering
-
-
 _OPERATORS = ("lt", "le", "gt", "ge")
 
 
@@ -166,14 +153,14 @@ def _logaddexp(left, right):
 
 BINARY = {
   "eq": jnp.equal,
+  "gcd": jnp.gcd,
   "hypot": in_float32(jnp.hypot),
+  "lcm": jnp.lcm,
   "logaddexp": in_float32(_logaddexp),
   "logaddexp2": in_float32(jnp.logaddexp2),
   "mul": jnp.multiply,
   "ne": jnp.not_equal,
 }
-
-INTEGER_BINARY = {"gcd": jnp.gcd, "lcm": jnp.lcm}
 
 FLOAT_BINARY = {
   "atan2": in_float32(jnp.arctan2),
@@ -213,7 +200,6 @@ TABLES = (
   (EXACT_UNARY, _exact_unary),
   (PLAIN_UNARY, _plain_unary),
   (BINARY, _binary),
-  (INTEGER_BINARY, _integer_binary),
   (FLOAT_BINARY, _float_binary),
   (LOGICAL, _plain_binary),
 )
@@ -229,8 +215,6 @@ for _name, _function in ORDERING.items():
 
 def _clamp(self, lower, upper):
   dtype = result_dtype(self, lower, upper)
-  if jnp.issubdtype(dtype, jnp.complexfloating):
-    raise NotImplementedError("clamp is not supported for complex types.")
   self, *bounds = (
     bound if bound is None else lax.convert_element_type(bound, dtype)
     for bound in (self, lower, upper)
@@ -248,8 +232,6 @@ def _check_clamp(self, min=None, max=None):
 @op(aten.clamp, aten.clip, check=_check_clamp)
 def _aten_clamp(self, min=None, max=None):
   """Clamp to [min, max]; max wins if min > max, and NaN in any operand is kept."""
-  if min is None and max is None:
-    raise RuntimeError("torch.clamp: At least one of 'min' or 'max' must not be None.")
   return _clamp(self, min, max)
 
 
@@ -281,11 +263,6 @@ def _selects(args, kwargs) -> bool:
 
 @op(aten.where, compiled=_selects, on_host=_on_host.where)
 def _aten_where(condition, self=None, other=None):
-  if self is not None and condition.dtype not in (jnp.bool_, jnp.uint8):
-    raise RuntimeError(
-      "where expected condition to be a boolean tensor, but got one of dtype "
-      f"{condition.dtype}. Compare it with a number, or call `.bool()`."
-    )
   condition = condition.astype(jnp.bool_)
   if self is None:
     indices = jnp.nonzero(jnp.atleast_1d(condition))
@@ -421,7 +398,6 @@ def _aten_xlogy(self, other):
 
 @op(aten.complex)
 def _aten_complex(real, imag):
-  require_one_dtype("complex", real, imag)
   if real.dtype not in (jnp.float32, jnp.float64):
     raise NotImplementedError(
       "Expected both inputs to be Float or Double tensors, but got "

@@ -16,7 +16,7 @@ from jax import lax
 from torchax.core import out_of_range
 from torchax.ops.builtin import op
 from torchax.ops.jaten import _numbers
-from torchax.ops.jaten._arguments import expand_sizes, require_size
+from torchax.ops.jaten._arguments import expand_sizes
 from torchax.ops.jaten.indexing import added, assigned
 from torchax.ops.promotion import in_opmath, int64, widen
 from torchax.registry.index_rules import Range
@@ -26,7 +26,7 @@ from torchax.registry.names import aten
 NO_INDEX = -1
 
 
-def _register(name, function, **options):
+def register(name, function, **options):
   """Register `function(…, rank=)` for 2 and 3 dimensions; return the former."""
   lowerings = []
   for rank in (2, 3):
@@ -36,33 +36,12 @@ def _register(name, function, **options):
   return lowerings[0]
 
 
-def _check_rank(self, rank):
-  if self.ndim not in (rank + 1, rank + 2):
-    raise RuntimeError(
-      f"Expected {rank + 1}D or {rank + 2}D (batch mode) tensor, but got shape "
-      f"{self.shape}."
-    )
-
-
-def _window_sizes(self, rank, kernel_size, stride, padding, dilation):
-  """Check and return kernel, stride, padding and dilation with `rank` entries each."""
-  _check_rank(self, rank)
+def _window_sizes(rank, kernel_size, stride, padding, dilation):
+  """Return kernel, stride, padding and dilation with `rank` entries each."""
   kernel, dilation = expand_sizes(kernel_size, rank), expand_sizes(dilation, rank)
   # An empty stride means the size of the kernel.
   stride = expand_sizes(stride, rank) if stride not in ((), [], None) else kernel
-  padding = expand_sizes(padding, rank)
-  if min((*kernel, *stride, *dilation)) < 1:
-    raise RuntimeError(
-      f"kernel size, stride and dilation should be greater than zero, but got "
-      f"{kernel}, {stride} and {dilation}."
-    )
-  for k, p, d in zip(kernel, padding, dilation):
-    if p < 0 or p > (d * (k - 1) + 1) // 2:
-      raise RuntimeError(
-        "pad should be non-negative and at most half of effective kernel size, but "
-        f"got pad={p}, kernel_size={k} and dilation={d}."
-      )
-  return kernel, stride, padding, dilation
+  return kernel, stride, expand_sizes(padding, rank), dilation
 
 
 def _pooled_size(size, kernel, stride, padding, dilation, ceil_mode) -> int:
@@ -71,11 +50,6 @@ def _pooled_size(size, kernel, stride, padding, dilation, ceil_mode) -> int:
   # The last window must start inside the input or the padding before it.
   if ceil_mode and (pooled - 1) * stride >= size + padding:
     pooled -= 1
-  if pooled < 1:
-    raise RuntimeError(
-      f"A dimension of size {size} with kernel_size={kernel}, padding={padding} and "
-      f"dilation={dilation} leaves an output of size {pooled}: it is too small."
-    )
   return pooled
 
 
@@ -121,27 +95,17 @@ def _max_along(values, indices, axis, kernel, stride, padding, dilation, ceil_mo
   return best, best_index
 
 
-def _check_not_empty(self, rank) -> None:
-  """Raise RuntimeError if a dimension other than the batch is empty."""
-  if 0 in self.shape[self.ndim - rank - 1 :]:
-    raise RuntimeError(
-      "Expected the input's non-batch dimensions to have positive length, but it has "
-      f"the shape {list(self.shape)}."
-    )
-
-
 def _max_pool(
   self, kernel_size, stride=(), padding=0, dilation=1, ceil_mode=False, *, rank
 ):
-  _check_not_empty(self, rank)
-  windows = _window_sizes(self, rank, kernel_size, stride, padding, dilation)
+  windows = _window_sizes(rank, kernel_size, stride, padding, dilation)
   values, indices = self, _index_plane(self, rank)
   for axis, window in enumerate(reversed(list(zip(*windows))), start=1):
     values, indices = _max_along(values, indices, self.ndim - axis, *window, ceil_mode)
   return values, indices
 
 
-_aten_max_pool2d_with_indices = _register(
+_aten_max_pool2d_with_indices = register(
   "max_pool{}d_with_indices", _max_pool, index_results=(1,)
 )
 
@@ -179,18 +143,12 @@ def _max_pool_backward(
   return _send_back(grad_output, self, indices, rank)
 
 
-max_pool2d_with_indices_backward_custom = _register(
+max_pool2d_with_indices_backward_custom = register(
   "max_pool{}d_with_indices_backward", _max_pool_backward
 )
 
 
 def _unpool(self, indices, output_size, rank):
-  _check_rank(self, rank)
-  if self.shape != indices.shape:
-    raise RuntimeError(
-      f"Expected shape of indices to be same as that of the input tensor "
-      f"({self.shape}), but got indices of shape {indices.shape}."
-    )
   shape = (*self.shape[:-rank], *output_size)
   planes = math.prod(self.shape[:-rank])
   cells = jnp.zeros((planes, math.prod(output_size)), self.dtype)
@@ -208,15 +166,7 @@ def _aten_max_unpoolxd(self, indices, output_size):
   return _unpool(self, indices, output_size, 2)
 
 
-def _check_unpool3d(self, indices, output_size, stride, padding):
-  """Raise torch's error for a stride below 1; `output_size` already includes it."""
-  if min(stride) < 1:
-    raise RuntimeError(
-      f"strides should be greater than zero, but got stride: {list(stride)}"
-    )
-
-
-@op(aten.max_unpool3d, check=_check_unpool3d, rules=_unpool_rules)
+@op(aten.max_unpool3d, rules=_unpool_rules)
 def _aten_max_unpool3d(self, indices, output_size, stride, padding):
   return _unpool(self, indices, output_size, 3)
 
@@ -245,11 +195,7 @@ def _avg_pool(
   rank,
 ):
   divisor = divisor_override
-  if isinstance(divisor, int) and divisor == 0:
-    raise RuntimeError("divisor must be not zero")
-  kernel, stride, padding, _ = _window_sizes(
-    self, rank, kernel_size, stride, padding, 1
-  )
+  kernel, stride, padding, _ = _window_sizes(rank, kernel_size, stride, padding, 1)
   spatial = self.shape[-rank:]
   dims = list(zip(spatial, kernel, stride, padding))
   pooled = [_pooled_size(n, k, s, p, 1, ceil_mode) for n, k, s, p in dims]
@@ -298,8 +244,8 @@ def _avg_pool_backward(grad_output, self, *windows, rank):
 
 
 op(aten.avg_pool1d)(functools.partial(_average, rank=1))
-_aten_avg_pool = _register("avg_pool{}d", _average, **_DIVISOR)
-_register("avg_pool{}d_backward", _avg_pool_backward, **_DIVISOR)
+_aten_avg_pool = register("avg_pool{}d", _average, **_DIVISOR)
+register("avg_pool{}d_backward", _avg_pool_backward, **_DIVISOR)
 
 
 # ---- Adaptive
@@ -332,7 +278,6 @@ def _split_bins(array, axis, pooled):
 
 
 def _adaptive_sizes(self, output_size, rank):
-  _check_rank(self, rank)
   if any(size == 0 for size in self.shape[-rank:]):
     raise RuntimeError(
       "adaptive pooling expects non-empty spatial dimensions, but got shape "
@@ -374,18 +319,10 @@ def _adaptive_avg_pool_backward(grad_output, self, *, rank):
   )
 
 
-_register("_adaptive_avg_pool{}d_backward", _adaptive_avg_pool_backward)
+register("_adaptive_avg_pool{}d_backward", _adaptive_avg_pool_backward)
 
 
 def _adaptive_max_pool(self, output_size, rank):
-  if isinstance(output_size, tuple) and len(output_size) != rank:
-    raise RuntimeError(
-      f"adaptive_max_pool{rank}d(): output_size.size() must be {rank}, but got "
-      f"{output_size}."
-    )
-  require_size(output_size if isinstance(output_size, tuple) else (output_size,))
-  if self.ndim != rank + 1 or self.shape[0]:  # torch allows 0 channels if unbatched
-    _check_not_empty(self, rank)
   values, indices = self, _index_plane(self, rank)
   sizes = _adaptive_sizes(self, output_size, rank)
   for back, pooled in enumerate(reversed(sizes), start=1):
@@ -400,5 +337,5 @@ def _adaptive_max_pool(self, output_size, rank):
   return values, indices
 
 
-_register("adaptive_max_pool{}d", _adaptive_max_pool, index_results=(1,))
-_register("adaptive_max_pool{}d_backward", _send_back)
+register("adaptive_max_pool{}d", _adaptive_max_pool, index_results=(1,))
+register("adaptive_max_pool{}d_backward", _send_back)

@@ -21,31 +21,13 @@ from torchax.ops.promotion import int64, is_exact, promote, to_float
 from torchax.registry.names import aten, prims
 
 
-def _require_floats(array, name: str):
-  if is_exact(array):
-    raise NotImplementedError(
-      f"{name} expects a floating-point or complex tensor, but got {array.dtype}. "
-      "Convert it with `.float()`, or pass `dtype=` where the function takes one."
-    )
-
-
 def _axes(array, dim) -> tuple[int, ...]:
   """Return the axes of `dim` as sorted non-negative integers."""
   if dim is None or dim == ():
     return tuple(range(array.ndim))
   dims = (dim,) if isinstance(dim, int) else dim
   axes = sorted(dim_of(d, array.ndim) for d in dims)
-  if len(set(axes)) < len(axes):
-    raise RuntimeError(f"A dim appears multiple times in the list of dims {dims}.")
   return tuple(axes) if array.ndim else ()
-
-
-def _require_elements(array, axes, name: str, error=IndexError):
-  if any(array.shape[axis] == 0 for axis in axes):
-    raise error(
-      f"{name}(): Expected reduction dims {axes} to have non-zero size, but the shape "
-      f"is {array.shape}."
-    )
 
 
 def _to_sum_dtype(array, dtype):
@@ -81,7 +63,6 @@ def _aten_nansum(self, dim=None, keepdim=False, dtype=None):
 def _aten_mean(self, dim=None, keepdim=False, dtype=None):
   if dtype is not None:
     self = self.astype(mappings.t2j_dtype(dtype))
-  _require_floats(self, "mean")
   return jnp.mean(self, axis=_axes(self, dim), keepdims=keepdim)
 
 
@@ -94,8 +75,6 @@ def _aten_prod(self, dim=None, keepdim=False, dtype=None):
 
 @op(aten.trace)
 def _aten_trace(self):
-  if self.ndim != 2:
-    raise RuntimeError(f"trace: expected a matrix, but got tensor with dim {self.ndim}")
   return _aten_sum(jnp.diagonal(self))
 
 
@@ -190,34 +169,23 @@ def _aten_allclose(self, other, rtol=1e-05, atol=1e-08, equal_nan=False):
 # --- Extrema ------------------------------------------------------------------------
 
 
-def _extremum(name, reduce, self, dim, keepdim, error=None):
-  axes = _axes(self, dim)
-  error = error or (RuntimeError if dim is None or dim == () else IndexError)
-  _require_elements(self, axes, name, error)
-  return reduce(self, axis=axes, keepdims=keepdim)
-
-
 @op(aten.amax)
 def _aten_amax(self, dim=(), keepdim=False):
-  return _extremum("amax", jnp.max, self, dim, keepdim)
+  return jnp.max(self, axis=_axes(self, dim), keepdims=keepdim)
 
 
 @op(aten.amin)
 def _aten_amin(self, dim=(), keepdim=False):
-  return _extremum("amin", jnp.min, self, dim, keepdim)
+  return jnp.min(self, axis=_axes(self, dim), keepdims=keepdim)
 
 
 @op(aten.aminmax)
 def _aten_aminmax(self, dim=None, keepdim=False):
-  return (
-    _extremum("aminmax", jnp.min, self, dim, keepdim),
-    _extremum("aminmax", jnp.max, self, dim, keepdim),
-  )
+  return _aten_amin(self, dim, keepdim), _aten_amax(self, dim, keepdim)
 
 
-def _arg_extremum(name, find, self, dim, keepdim):
+def _arg_extremum(find, self, dim, keepdim):
   axes = _axes(self, dim)
-  _require_elements(self, axes, name)
   if self.ndim == 0:
     return jnp.zeros((), int64())
   axis = None if dim is None else axes[0]
@@ -227,31 +195,31 @@ def _arg_extremum(name, find, self, dim, keepdim):
 @op(aten.argmax, index_results=(0,))
 def _aten_argmax(self, dim=None, keepdim=False):
   require_no_bool("argmax()", self)
-  return _arg_extremum("argmax", jnp.argmax, self, dim, keepdim)
+  return _arg_extremum(jnp.argmax, self, dim, keepdim)
 
 
 @op(aten.argmin, index_results=(0,))
 def _aten_argmin(self, dim=None, keepdim=False):
   require_no_bool("argmin()", self)
-  return _arg_extremum("argmin", jnp.argmin, self, dim, keepdim)
+  return _arg_extremum(jnp.argmin, self, dim, keepdim)
 
 
-def _extremum_and_index(name, reduce, find, self, dim, keepdim):
+def _extremum_and_index(reduce, find, self, dim, keepdim):
   """Return the extremum or, with `dim`, the extremum of each slice and its index."""
   if dim is None:
-    return _extremum(name, reduce, self, None, False, RuntimeError)
-  indices = _arg_extremum(name, find, self, dim, keepdim)
+    return reduce(self)
+  indices = _arg_extremum(find, self, dim, keepdim)
   return reduce(self, axis=_axes(self, dim), keepdims=keepdim), indices
 
 
 @op(aten.max.default, aten.max.dim, index_results=(1,))
 def _aten_max(self, dim=None, keepdim=False):
-  return _extremum_and_index("max", jnp.max, jnp.argmax, self, dim, keepdim)
+  return _extremum_and_index(jnp.max, jnp.argmax, self, dim, keepdim)
 
 
 @op(aten.min.default, aten.min.dim, index_results=(1,))
 def _aten_min(self, dim=None, keepdim=False):
-  return _extremum_and_index("min", jnp.min, jnp.argmin, self, dim, keepdim)
+  return _extremum_and_index(jnp.min, jnp.argmin, self, dim, keepdim)
 
 
 @op(aten.max.other)
@@ -272,7 +240,11 @@ def _variance_and_mean(self, dim, correction, keepdim):
 
   The variance of complex numbers is real.
   """
-  _require_floats(self, "var and std")
+  if is_exact(self):
+    raise NotImplementedError(
+      "var and std expect a floating-point or complex tensor, but got "
+      f"{self.dtype}. Convert it with `.float()`."
+    )
   axes = _axes(self, dim)
   values = _widen(self)
   mean = jnp.mean(values, axis=axes, keepdims=True)
@@ -327,7 +299,6 @@ def norm_of_magnitudes(magnitudes, ord, axes, keepdim):
   if isinstance(ord, tuple):
     pass
   elif math.isinf(ord):
-    _require_elements(magnitudes, axes, "linalg.vector_norm", RuntimeError)
     reduce = jnp.max if ord > 0 else jnp.min
     return reduce(magnitudes, axis=axes, keepdims=keepdim)
   if ord == 0:
@@ -345,7 +316,6 @@ def norm_of_magnitudes(magnitudes, ord, axes, keepdim):
 def _aten_linalg_vector_norm(self, ord=2, dim=None, keepdim=False, dtype=None):
   if dtype is not None:
     self = self.astype(mappings.t2j_dtype(dtype))
-  _require_floats(self, "linalg.vector_norm")
   norm = norm_of_magnitudes(jnp.abs(_widen(self)), ord, _axes(self, dim), keepdim)
   return norm.astype(_real_dtype(self.dtype))
 
@@ -380,7 +350,6 @@ def _prepare_renorm(given: dict) -> None:
 @op(aten.renorm, static=("p", "maxnorm"), prepare=_prepare_renorm)
 def _aten_renorm(self, p, dim, maxnorm):
   """Scale slices along `dim` whose norm exceeds `maxnorm` down to it."""
-  _require_floats(self, "renorm")
   wide = _widen(self)
   (kept,) = _axes(self, dim)
   axes = tuple(axis for axis in range(self.ndim) if axis != kept)
@@ -459,7 +428,8 @@ def _order_statistic(self, dim, keepdim, rank_of):
   """Return the element of rank `rank_of(array, axis)` of each slice, and its index."""
   array, axes = jnp.atleast_1d(self), _axes(self, dim)
   axis = axes[0] if axes else 0
-  _require_elements(array, (axis,), "median")
+  if not array.shape[axis]:
+    raise IndexError("median(): Expected reduction dim to have non-zero size.")
   positions = lax.broadcasted_iota(int64(), array.shape, axis)
   # NaN sorts last.
   ascending = lax.sort((array, positions), dimension=axis, num_keys=1, is_stable=True)

@@ -32,12 +32,6 @@ def _offsets(lengths, offsets, axis):
       "segment_reduce() expects either lengths or offsets, but got "
       f"{'neither' if lengths is None else 'both'}."
     )
-  given = offsets if lengths is None else lengths
-  if given.ndim != axis + 1:
-    raise RuntimeError(
-      f"segment_reduce() expects axis to be the last dimension of lengths or offsets, "
-      f"but got axis={axis} and shape {given.shape}."
-    )
   if lengths is None:
     return offsets
   ends = jnp.cumsum(lengths, -1)
@@ -104,25 +98,6 @@ def _by_row(function, offsets, *arrays):
   return jax.vmap(function)(flat, *arrays)
 
 
-def _axis(data, reduce, axis) -> int:
-  """Return the axis as a non-negative number, or raise for invalid arguments."""
-  if reduce not in _REDUCTIONS:
-    raise RuntimeError(
-      f"segment_reduce() expects reduce to be one of {', '.join(_REDUCTIONS)}, but got "
-      f"{reduce!r}."
-    )
-  if not jnp.issubdtype(data.dtype, jnp.floating):
-    raise RuntimeError(
-      f"segment_reduce() expects floating-point data, but got {data.dtype}."
-    )
-  if not -data.ndim <= axis < data.ndim:
-    raise IndexError(
-      f"segment_reduce() expects axis in [{-data.ndim}, {data.ndim - 1}], but got "
-      f"{axis}."
-    )
-  return axis % data.ndim
-
-
 @op(aten.segment_reduce, rules=_length_rules)
 def _aten_segment_reduce(
   data,
@@ -135,7 +110,11 @@ def _aten_segment_reduce(
   unsafe=False,
   initial=None,
 ):
-  axis = _axis(data, reduce, axis)
+  if not jnp.issubdtype(data.dtype, jnp.floating):
+    raise RuntimeError(
+      f"segment_reduce() expects floating-point data, but got {data.dtype}."
+    )
+  axis %= data.ndim
   if indices is not None:
     raise RuntimeError("segment_reduce(): indices are not supported, pass lengths.")
   ends = _offsets(lengths, offsets, axis)
@@ -190,7 +169,7 @@ def _aten__segment_reduce_backward(
   initial=None,
 ):
   """Return the gradient of `data`; equal extrema share it equally."""
-  axis = _axis(data, reduce, axis)
+  axis %= data.ndim
   ends = _offsets(lengths, offsets, axis)
   count = ends.shape[-1] - 1
   if data.size == 0 or count == 0:

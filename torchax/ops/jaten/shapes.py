@@ -16,7 +16,7 @@ from torchax.core import mappings, out_of_range
 from torchax.errors import TracedStateError
 from torchax.ops.builtin import op
 from torchax.ops.jaten import _numbers, _on_host
-from torchax.ops.jaten._arguments import dim_of, require_size
+from torchax.ops.jaten._arguments import dim_of
 from torchax.ops.promotion import promote
 from torchax.registry.index_rules import Range
 from torchax.registry.names import aten, prims
@@ -45,11 +45,6 @@ def _stack_on_host(tensors, dim=0):
 def _aten_cat(tensors, dim=0):
   """Concatenate tensors; as in torch, empty 1-d tensors are ignored."""
   arrays = promote(*tensors)
-  if not all(array.ndim for array in arrays):
-    raise RuntimeError(
-      "cat expects tensors with at least one dimension, but got a 0-d tensor. "
-      "Use torch.stack, or reshape it to (1,)."
-    )
   joined = [array for array in arrays if array.shape != (0,)]
   if not joined:
     return arrays[0]
@@ -69,13 +64,6 @@ def _aten_block_diag(tensors):
 
 @op(aten.repeat)
 def _aten_repeat(self, repeats):
-  if len(repeats) < self.ndim:
-    raise RuntimeError(
-      f"repeat expects at least {self.ndim} repeats for a tensor of shape "
-      f"{self.shape}, but got {len(repeats)}."
-    )
-  sizes = (1,) * (len(repeats) - self.ndim) + self.shape
-  require_size([size * times for size, times in zip(sizes, repeats)])
   return jnp.tile(self, repeats)
 
 
@@ -144,10 +132,6 @@ def _aten_flip(self, dims):
 def _aten_roll(self, shifts, dims=()):
   """Roll along `dims`; without `dims`, roll the flattened array."""
   shifts, dims = _as_tuple(shifts), _as_tuple(dims)
-  if len(shifts) != max(1, len(dims)):
-    raise RuntimeError(
-      f"shifts and dimensions must align. shifts: {len(shifts)}, dims: {len(dims)}"
-    )
   return jnp.roll(self, shifts, dims) if dims else jnp.roll(self, shifts[0])
 
 
@@ -255,11 +239,6 @@ def _aten_im2col(self, kernel_size, dilation, padding, stride):
     (padded.shape[2 + d] - dilation[d] * (kernel_size[d] - 1) - 1) // stride[d] + 1
     for d in range(2)
   ]
-  if min(counts) <= 0:
-    raise RuntimeError(
-      f"im2col finds no patch of {kernel_size} with dilation {dilation} in images of "
-      f"shape {self.shape} padded by {padding}."
-    )
   shifted = [
     _strided_slice(
       _strided_slice(padded, 2, top, counts[0], stride[0]),
@@ -283,7 +262,6 @@ def _aten_col2im(self, output_size, kernel_size, dilation, padding, stride):
   """Compute the transpose of `im2col`: overlapping patches are summed."""
   *batch, rows, _ = self.shape
   channels = rows // math.prod(kernel_size)
-  _check_divisible("col2im", rows, math.prod(kernel_size))
   images = jax.ShapeDtypeStruct((*batch, channels, *output_size), self.dtype)
   transposed = jax.linear_transpose(
     lambda x: _aten_im2col(x, kernel_size, dilation, padding, stride), images
@@ -346,8 +324,6 @@ def _aten_diagonal_backward(grad_output, input_sizes, offset, dim1, dim2):
 
 @op(aten.diag_embed)
 def _aten_diag_embed(self, offset=0, dim1=-2, dim2=-1):
-  if dim_of(dim1, self.ndim + 1) == dim_of(dim2, self.ndim + 1):
-    raise RuntimeError(f"diagonal dimensions cannot be identical {dim1}, {dim2}")
   size = self.shape[-1] + abs(offset)
   zeros = jnp.zeros((*self.shape[:-1], size, size), self.dtype)
   matrices = _put_diagonal(zeros, self, offset, -2, -1)
@@ -356,8 +332,6 @@ def _aten_diag_embed(self, offset=0, dim1=-2, dim2=-1):
 
 @op(aten.diag)
 def _aten_diag(self, diagonal=0):
-  if self.ndim not in (1, 2):
-    raise RuntimeError(f"diag expects a vector or matrix, but got {self.shape}.")
   return jnp.diag(self, diagonal)
 
 
@@ -414,11 +388,6 @@ def as_strided(array, size, stride, storage_offset=0):
 
 @op(aten.as_strided_copy)
 def _aten_as_strided(self, size, stride, storage_offset=None):
-  if min(stride, default=0) < 0:
-    raise RuntimeError(
-      "as_strided: Negative strides are not supported at the moment, got strides: "
-      f"{list(stride)}"
-    )
   return as_strided(self, size, stride, storage_offset or 0)
 
 
@@ -434,20 +403,8 @@ def _aten_as_strided_scatter(self, src, size, stride, storage_offset=None):
 # --- Copies of views -------------------------------------------------------------
 
 
-def _require_size(self, size):
-  """Raise RuntimeError unless the elements fill `size`; one length may be -1."""
-  known = math.prod(length for length in size if length != -1)
-  unknown = size.count(-1)
-  fits = self.size % known == 0 if unknown and known else self.size == known
-  if unknown > 1 or not fits or (unknown and not known):
-    raise RuntimeError(
-      f"view_copy: shape {list(size)} is invalid for input of size {self.size}."
-    )
-
-
 @op(aten.view_copy.default, aten._unsafe_view, aten._reshape_copy)
 def _aten_unsafe_view(self, size):
-  _require_size(self, size)
   return jnp.reshape(self, size)
 
 
@@ -468,8 +425,6 @@ def _aten_transpose(self, dim0, dim1):
 
 @op(aten.t_copy)
 def _aten_t(self):
-  if self.ndim > 2:
-    raise RuntimeError(f"t expects at most 2 dimensions, but got {self.shape}.")
   return self.T
 
 
@@ -522,10 +477,6 @@ def split_with_sizes(self, split_sizes, dim=0):
     size = split_sizes or length
     pieces = max(-(-length // size), 1) if size else 1
     split_sizes = [min(size, length - piece * size) for piece in range(pieces)]
-  if sum(split_sizes) != length:
-    raise RuntimeError(
-      f"split_with_sizes expects sizes that sum to {length}, but got {split_sizes}."
-    )
   return lax.split(self, split_sizes, dim)
 
 

@@ -24,19 +24,6 @@ from torchax.registry.names import aten
 # --- Shapes and errors --------------------------------------------------------------
 
 
-def require_square(name: str, matrix):
-  if matrix.ndim < 2:
-    raise RuntimeError(
-      f"{name}: The input tensor must have at least 2 dimensions, but got shape "
-      f"{matrix.shape}."
-    )
-  if matrix.shape[-1] != matrix.shape[-2]:
-    raise RuntimeError(
-      f"{name}: A must be batches of square matrices, but they are "
-      f"{matrix.shape[-2]} by {matrix.shape[-1]} matrices"
-    )
-
-
 def conj_transpose(matrix):
   return jnp.conj(matrix.mT)
 
@@ -114,14 +101,12 @@ def _solve_triangular(
 
 @op(aten.linalg_solve_triangular)
 def _aten_linalg_solve_triangular(self, B, upper, left=True, unitriangular=False):
-  require_square("linalg.solve_triangular", self)
   return _solve_triangular(self, B, not upper, left, unit=unitriangular)
 
 
 @op(aten.triangular_solve)
 def _aten_triangular_solve(self, A, upper=True, transpose=False, unitriangular=False):
   """Solve A X = self; the second result is A with its batches expanded."""
-  require_square("triangular_solve", A)
   A, self = _broadcast_batches(A, self)
   solution = _solve_triangular(
     A, self, not upper, transpose=transpose, unit=unitriangular
@@ -138,7 +123,6 @@ def _aten_linalg_cholesky_ex(self, upper=False, check_errors=False):
 
   XLA fills the factor with NaN and does not report the order of the failed minor.
   """
-  require_square("linalg.cholesky", self)
   source = conj_transpose(self) if upper else self
   factor = jnp.tril(lax.linalg.cholesky(source, symmetrize_input=False))
   diagonal = jnp.diagonal(factor, axis1=-2, axis2=-1)
@@ -155,11 +139,6 @@ def _aten_cholesky(self, upper=False):
 @op(aten.cholesky_solve)
 def _aten_cholesky_solve(self, input2, upper=False):
   """Solve A X = self with the factor `input2` of A."""
-  require_square("cholesky_solve", input2)
-  if self.ndim < 2:
-    raise RuntimeError(
-      f"b should have at least 2 dimensions, but has {self.ndim} dimensions instead"
-    )
   lower = conj_transpose(input2) if upper else input2
   half = _solve_triangular(lower, self, lower=True)
   return _solve_triangular(lower, half, lower=True, transpose=True, conjugate=True)
@@ -175,11 +154,6 @@ def _aten_cholesky_inverse(self, upper=False):
 
 @op(aten.linalg_qr)
 def _aten_linalg_qr(A, mode="reduced"):
-  if mode not in ("reduced", "complete", "r"):
-    raise RuntimeError(
-      "qr received unrecognized mode: expected 'reduced', 'complete' or 'r', but got "
-      f"{mode!r}."
-    )
   if mode == "r":
     return _absent(A.dtype), jnp.linalg.qr(A, mode="r")
   return tuple(jnp.linalg.qr(A, mode=mode))
@@ -198,11 +172,6 @@ def _aten_geqrf(self):
 
 @op(aten.linalg_householder_product)
 def _aten_linalg_householder_product(input, tau):
-  if input.shape[-2] < input.shape[-1] or tau.shape[-1] > input.shape[-1]:
-    raise RuntimeError(
-      "linalg.householder_product: expected input.shape[-2] >= input.shape[-1] >= "
-      f"tau.shape[-1], but got shapes {input.shape} and {tau.shape}."
-    )
   return lax.linalg.householder_product(input, tau)
 
 
@@ -289,15 +258,6 @@ def _lu_solve(factors, pivots, right, adjoint=False):
   return jnp.take_along_axis(permuted, inverse[..., None], axis=-2)
 
 
-def require_pivots(name: str, factors, pivots) -> None:
-  """Raise RuntimeError unless each row of the factors has a pivot."""
-  if factors.shape[:-1] != pivots.shape:
-    raise RuntimeError(
-      f"{name}: expected a pivot for each row of the factors, the shape "
-      f"{list(factors.shape[:-1])}, but got pivots of shape {list(pivots.shape)}."
-    )
-
-
 def _lu_solve_rules(LU, pivots, B, left=True, adjoint=False):
   message = (
     "Pivots given to lu_solve must all be smaller or equal to LU.size(-2). "
@@ -314,7 +274,6 @@ def _lu_solve_rules(LU, pivots, B, left=True, adjoint=False):
 
 @op(aten.linalg_lu_solve, rules=_lu_solve_rules)
 def _aten_linalg_lu_solve(LU, pivots, B, left=True, adjoint=False):
-  require_pivots("linalg.lu_solve", LU, pivots)
   if left:
     return _lu_solve(LU, pivots, B, adjoint)
   return conj_transpose(_lu_solve(LU, pivots, conj_transpose(B), not adjoint))
@@ -330,12 +289,9 @@ def _is_vector_side(A, B) -> bool:
 
 @op(aten._linalg_solve_ex, compiled=needs_no_check)
 def _aten__linalg_solve_ex(A, B, left=True, check_errors=False):
-  require_square("linalg.solve", A)
   factors, pivots, info = _lu(A)
   check_info(info, "torch.linalg.solve", check_errors)
   if _is_vector_side(A, B):
-    if not left:
-      raise RuntimeError("linalg.solve: Vector broadcasting needs left=True.")
     solution = _lu_solve(factors, pivots, B[..., None])[..., 0]
   else:
     solution = _aten_linalg_lu_solve(factors, pivots, B, left)
@@ -344,7 +300,6 @@ def _aten__linalg_solve_ex(A, B, left=True, check_errors=False):
 
 @op(aten.linalg_inv_ex, compiled=needs_no_check)
 def _aten_linalg_inv_ex(A, check_errors=False):
-  require_square("linalg.inv", A)
   factors, pivots, info = _lu(A)
   check_info(info, "linalg.inv", check_errors)
   identity = jnp.broadcast_to(jnp.eye(A.shape[-1], dtype=A.dtype), A.shape)
@@ -374,6 +329,14 @@ def _sign_and_log_determinant(matrix, transposed):
   diagonal = jnp.diagonal(factors, axis1=-2, axis2=-1)
   sign = _sign_of_pivots(pivots, matrix.dtype) * jnp.prod(jnp.sign(diagonal), axis=-1)
   return sign, jnp.sum(jnp.log(jnp.abs(diagonal)), axis=-1), factors, pivots
+
+
+def require_square(name: str, matrix) -> None:
+  if matrix.shape[-1] != matrix.shape[-2]:
+    raise RuntimeError(
+      f"{name}: A must be batches of square matrices, but they are "
+      f"{matrix.shape[-2]} by {matrix.shape[-1]} matrices"
+    )
 
 
 def _holds_transposed_factors(A) -> bool:
@@ -421,7 +384,6 @@ def _aten__linalg_svd(A, full_matrices=False, compute_uv=True, driver=None):
 @op(aten._linalg_eigh)
 def _aten_linalg_eigh(A, UPLO="L", compute_v=True):
   """Decompose A from one triangle: the lower one, or the upper one for "U"."""
-  require_square("linalg.eigh", A)
   lower = UPLO.upper() == "L"
   vectors, values = lax.linalg.eigh(A, lower=lower, symmetrize_input=False)
   return values, vectors if compute_v else _absent(A.dtype)
@@ -429,13 +391,11 @@ def _aten_linalg_eigh(A, UPLO="L", compute_v=True):
 
 @op(aten.linalg_eig)
 def _aten_linalg_eig(self):
-  require_square("linalg.eig", self)
   return tuple(lax.linalg.eig(self, compute_left_eigenvectors=False))
 
 
 @op(aten._linalg_eigvals, aten.linalg_eigvals)
 def _aten_linalg_eigvals(self):
-  require_square("linalg.eigvals", self)
   options = {"compute_left_eigenvectors": False, "compute_right_eigenvectors": False}
   return lax.linalg.eig(self, **options)[0]
 
@@ -499,16 +459,6 @@ def _aten_linalg_lstsq(self, b, rcond=None, driver=None):
   because the rank depends on data.
   """
   driver = driver or "gelsy"
-  if driver not in _LSTSQ_OUTPUTS:
-    raise RuntimeError(
-      "torch.linalg.lstsq: expected driver to be one of "
-      f"{', '.join(_LSTSQ_OUTPUTS)}, but got {driver!r}."
-    )
-  if self.ndim < 2:
-    raise RuntimeError(
-      "torch.linalg.lstsq: input must have at least 2 dimensions, but got the shape "
-      f"{self.shape}."
-    )
   require_one_dtype("torch.linalg.lstsq", self, b)
   is_vector = _is_vector_side(self, b)
   right = b[..., None] if is_vector else b

@@ -68,9 +68,6 @@ def _topk_keys(values, largest):
 def _aten_topk(self, k, dim=-1, largest=True, sorted=True):
   """Return the k largest (or smallest) along `dim`, always sorted."""
   dim = dim_of(dim, self.ndim)
-  size = self.shape[dim] if self.ndim else 1
-  if not 0 <= k <= size:
-    raise RuntimeError(f"topk expects k in [0, {size}], but got k={k}.")
   if self.ndim == 0:
     return self, jnp.zeros((), int64())
   rows = jnp.moveaxis(self, dim, -1)
@@ -104,13 +101,6 @@ def _aten_searchsorted(
     raise ValueError(
       f"searchsorted expects side to be left or right, in accord with `right`, but "
       f"got side={side!r} and right={right}."
-    )
-  rows, given = sorted_sequence.shape[:-1], jnp.shape(self)
-  if not sorted_sequence.ndim or (rows and rows != given[:-1]):
-    raise RuntimeError(
-      "torch.searchsorted(): the sorted sequence should have 1 dimension, or the first "
-      f"dimensions of the values, but got {list(sorted_sequence.shape)} and "
-      f"{list(given)}."
     )
   side = side or ("right" if right else "left")
   if sorter is not None:

@@ -132,8 +132,6 @@ def _aten_polygamma(n, self):
   Negative x use reflection at 1/2 (DLMF, 5.15.6).
   """
   is_known = isinstance(n, int)
-  if is_known and n < 0:
-    raise RuntimeError(f"polygamma(n, x) does not support negative n, but got n={n}.")
   if is_known and n == 0:
     return _aten_digamma(self)
   exponent, sign, factorial, *reflection = _polygamma_parts(n) if is_known else n
