@@ -410,32 +410,6 @@ def _aten_copy(self, src):
   return jnp.broadcast_to(cast(src, self.dtype), self.shape)
 
 
-def one_hot(tensor, num_classes=-1):
-  """Encode class indices of shape (*) as rows of the identity, (*, num_classes).
-
-  Args:
-    tensor: integer array of class indices in [0, num_classes).
-    num_classes: number of classes; -1 for the largest index plus one. Required under a
-      JAX transformation, where values are unknown.
-
-  Returns:
-    int64 array; int32 without JAX's x64 mode.
-
-  Raises:
-    RuntimeError: the tensor is empty and `num_classes` is -1.
-  """
-  if num_classes < 0:
-    if tensor.size == 0:
-      raise RuntimeError(
-        "one_hot cannot infer the number of classes of an empty tensor: pass "
-        "num_classes."
-      )
-    num_classes = int(tensor.max()) + 1
-  classes = jnp.arange(num_classes, dtype=tensor.dtype)
-  dtype = mappings.t2j_dtype(torch.int64)
-  return (tensor[..., None] == classes).astype(dtype)
-
-
 # --- Tangents of forward-mode differentiation ---------------------------------------
 # A tangent needs the storage layout of its primal. If the two differ, torch allocates a
 # new tangent.

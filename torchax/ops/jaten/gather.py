@@ -292,21 +292,3 @@ def _aten_put(self, index, source, accumulate=False):
   flat = self.reshape(-1)
   values = source.reshape(index.shape)
   return put_at(flat, (index,), values, accumulate).reshape(self.shape)
-
-
-def unravel_index(indices, shape):
-  """Convert flat indices to coordinates in an array of the given shape.
-
-  Args:
-    indices: integer array of flat indices.
-    shape: one size, or the sizes of all dimensions.
-
-  Returns:
-    One array for each dimension, with the shape and dtype of `indices`.
-  """
-  sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-  coordinates = []
-  for size in reversed(sizes):
-    coordinates.append(indices % size)
-    indices = indices // size
-  return tuple(reversed(coordinates))
