@@ -286,36 +286,6 @@ def _aten_native_batch_norm_backward(
   return _select_outputs(output_mask, grad_input, grad_weight, grad_bias)
 
 
-@op(aten.cudnn_batch_norm_backward)
-def _aten_cudnn_batch_norm_backward(
-  input,
-  grad_output,
-  weight,
-  running_mean,
-  running_var,
-  save_mean,
-  save_var,
-  epsilon,
-  reserveSpace,
-):
-  """Call the native backward; cuDNN's `save_var` is the reciprocal deviation too.
-
-  cuDNN has this operation for training only.
-  """
-  return _aten_native_batch_norm_backward(
-    grad_output,
-    input,
-    weight,
-    running_mean,
-    running_var,
-    save_mean,
-    save_var,
-    True,
-    epsilon,
-    (True, True, True),
-  )
-
-
 # ---- Weight normalization
 
 
