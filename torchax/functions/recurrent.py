@@ -35,8 +35,7 @@ def _run_packed(parts, cell, data, batch_sizes, *options):
 def _pad(data, batch_sizes):
   """Pad a packed sequence; return (time, batch, …), mask, time and batch indices."""
   sizes = batch_sizes.tolist()
-  times = torch.tensor([time for time, size in enumerate(sizes) for _ in range(size)])
-  rows = torch.tensor([row for size in sizes for row in range(size)])
+  times, rows = rnn.packed_indices(sizes)
   padded = data.new_zeros((len(sizes), sizes[0], *data.shape[1:]))
   padded = torch.index_put(padded, (times, rows), data)
   mask = torch.zeros(len(sizes), sizes[0], 1, dtype=torch.bool)

@@ -187,7 +187,7 @@ def _aten_mkldnn_rnn_layer(
 # time. The lengths are numbers on the host, as in torch.
 
 
-def _packed_indices(batch_sizes: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def packed_indices(batch_sizes: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
   """Return the time and the batch column of each packed row."""
   times = [time for time, size in enumerate(batch_sizes) for _ in range(size)]
   columns = [column for size in batch_sizes for column in range(size)]
@@ -209,13 +209,13 @@ def _aten__pack_padded_sequence(input, lengths, batch_first):
       f"{padded.shape[1]} sequences of {padded.shape[0]} steps."
     )
   sizes = [sum(length > time for length in lengths) for time in range(lengths[0])]
-  times, columns = _packed_indices(sizes)
+  times, columns = packed_indices(sizes)
   return padded[times, columns], torch.tensor(sizes)
 
 
 @op(aten._pack_padded_sequence_backward, kind=Kind.TENSORS)
 def _aten__pack_padded_sequence_backward(grad, input_size, batch_sizes, batch_first):
-  times, columns = _packed_indices(batch_sizes.tolist())
+  times, columns = packed_indices(batch_sizes.tolist())
   shape = list(input_size)
   if batch_first:
     shape[:2] = shape[1], shape[0]
