@@ -454,7 +454,7 @@ REFUSALS = {
   ),
   "a group of another size": (
     lambda x: ops.all_gather_into_tensor(x, 8, "tp"),
-    r"8 members, but the axes \(tp\) have 4",
+    r"expects group_size=4, the size of the axes \(tp\), but got 8",
   ),
   "what does not divide": (
     lambda x: ops.reduce_scatter_tensor(x[:6], "sum", 4, "tp"),
