@@ -378,6 +378,13 @@ def test_a_view_reshaped_in_place_writes_to_its_base():
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax_jit], ids=["eager", "jit"])
+def test_shape_of_a_view_of_a_leaf_does_not_change_in_place(wrap):
+  x = torch.ones(4, 4, device="jax", requires_grad=True)
+  with pytest.raises(RuntimeError, match="view of a leaf|argument in place"):
+    wrap(lambda x: x[1:].t_())(x)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax_jit], ids=["eager", "jit"])
 def test_shape_of_view_changes_under_no_grad_with_its_gradient(wrap):
   def run(x):
     view = x.mT.expand(2, 4, 4)

@@ -78,6 +78,9 @@ def _may_become_view(tensor) -> bool:
     return False
   if tensor.retains_grad:  # autograd has a weak reference to this object
     return False
+  base = tensor if tensor._base is None else tensor._base
+  if torch.is_grad_enabled() and base.is_leaf and base.requires_grad:
+    return False  # torch raises an error
   # Under `no_grad` torch derives the graph of a changed view from its base.
   is_recorded = torch.is_grad_enabled() or tensor._is_view()
   return (is_recorded and not tensor.is_leaf) or not tensor.requires_grad
