@@ -130,13 +130,10 @@ def _run(op, *args, **kwargs):
       return op(*args, **kwargs)
     args, kwargs = execute_policy(policy, args, kwargs, dtype)
     if policy is CastPolicy.FP32_APPEND_DTYPE and "dtype" in kwargs:
-      op, args = _WITH_DTYPE[op], (*args, *_defaults(op, len(args)))
+      missing = op._schema.arguments[len(args) :]
+      args = (*args, *[argument.default_value for argument in missing])
+      op = _WITH_DTYPE[op]
     return op(*args, **kwargs)
-
-
-def _defaults(op, start: int) -> list:
-  """Return the defaults of an overload's arguments from index `start` on."""
-  return [argument.default_value for argument in op._schema.arguments[start:]]
 
 
 def _name_of(op) -> str:

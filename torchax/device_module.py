@@ -255,13 +255,10 @@ def is_bf16_supported(including_emulation: bool = True) -> bool:
   return True
 
 
-def _supported_dtypes() -> set[torch.dtype]:
-  return {dtype for dtype in mappings.TORCH_DTYPE_TO_JAX if dtype is not None}
-
-
 def _capability(index: int) -> dict[str, set[torch.dtype]]:
   placement.checked_index(index)
-  return {"supported_dtypes": _supported_dtypes()}
+  dtypes = {dtype for dtype in mappings.TORCH_DTYPE_TO_JAX if dtype is not None}
+  return {"supported_dtypes": dtypes}
 
 
 def _lazy_init() -> None:

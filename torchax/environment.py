@@ -16,10 +16,10 @@ import jax
 import torch
 from torch.utils import _pytree as torch_pytree
 
-from torchax import amp, rng
+from torchax import amp, properties, rng
 from torchax.compat import torch_compat
 from torchax.config import Configuration
-from torchax.core import active_environments, mappings
+from torchax.core import mappings
 from torchax.core.tracebacks import hide_library_frames
 from torchax.devices import placement
 from torchax.dispatch import debug, device_plans, host_operations
@@ -74,18 +74,6 @@ class _Entered(threading.local):
   stack: tuple = ()
 
 
-def _operators() -> tuple:
-  return operators.all_aten_ops, operators.all_torch_functions
-
-
-def _decompositions() -> tuple:
-  return (operators.decompositions,)
-
-
-def _decomposition(operation, function) -> Operator:
-  return Operator(operation, function, kind=Kind.TENSORS)
-
-
 class Environment(contextlib.ContextDecorator):
   """Context in which torch code runs on JAX; usually `default_env()`.
 
@@ -121,8 +109,14 @@ class Environment(contextlib.ContextDecorator):
     self.streams = rng.Streams(seed, self.config.prng_impl, by_site)
     self._dispatcher = Dispatcher(self)
     self.functions = FunctionTable(self)
-    self._ops = OperatorTable(_operators, self._changed)
-    self._decomps = OperatorTable(_decompositions, self._changed, _decomposition)
+    self._ops = OperatorTable(
+      lambda: (operators.all_aten_ops, operators.all_torch_functions), self._changed
+    )
+    self._decomps = OperatorTable(
+      lambda: (operators.decompositions,),
+      self._changed,
+      functools.partial(Operator, kind=Kind.TENSORS),
+    )
     self._given_modes: dict[str, Any] = {}
     self._entered = _Entered()
     self._property = _PropertyHolder(lambda: [RuntimeProperty(None, None, None)])
@@ -134,15 +128,12 @@ class Environment(contextlib.ContextDecorator):
   @property
   def enabled(self) -> bool:
     """True if it is on in this thread or task, and not disabled."""
-    is_on = (
-      self in active_environments.on.get()
-      or self in active_environments.on_thread.environments
-    )
-    return is_on and self not in active_environments.suspended.get()
+    is_on = self in properties.on.get() or self in properties.on_thread.environments
+    return is_on and self not in properties.suspended.get()
 
   def enable_torch_modes(self) -> None:
     """Turn the environment on for the rest of this thread; calls nest."""
-    active_environments.on_thread.environments += (self,)
+    properties.on_thread.environments += (self,)
     self._enter_modes()
 
   def disable_torch_modes(self, *exc: Any) -> None:
@@ -151,11 +142,9 @@ class Environment(contextlib.ContextDecorator):
     Raises:
       RuntimeError: the environment is not enabled on this thread.
     """
-    before = active_environments.on_thread.environments
-    active_environments.on_thread.environments = active_environments.without(
-      before, self
-    )
-    if active_environments.on_thread.environments == before:
+    before = properties.on_thread.environments
+    properties.on_thread.environments = properties.without(before, self)
+    if properties.on_thread.environments == before:
       raise RuntimeError(
         "The torchax environment is not enabled on this thread: disable follows enable."
       )
@@ -199,19 +188,19 @@ class Environment(contextlib.ContextDecorator):
   @contextlib.contextmanager
   def disabled(self) -> Iterator[None]:
     """Run plain torch inside the block, even if the environment is entered there."""
-    active_environments.push(active_environments.suspended, self)
+    properties.push(properties.suspended, self)
     try:
       yield
     finally:
-      active_environments.drop(active_environments.suspended, self)
+      properties.drop(properties.suspended, self)
 
   def __enter__(self) -> "Environment":
-    active_environments.push(active_environments.on, self)
+    properties.push(properties.on, self)
     self._enter_modes()
     return self
 
   def __exit__(self, *exc) -> None:
-    active_environments.drop(active_environments.on, self)
+    properties.drop(properties.on, self)
     self._exit_modes(*exc)
 
   # Operations -----------------------------------------------------------------------
@@ -575,12 +564,12 @@ def default_env() -> Environment:
 
 def env_on() -> Environment:
   """Return the innermost environment on in this thread or task, or the default one."""
-  found = active_environments.on.get() or active_environments.on_thread.environments
+  found = properties.on.get() or properties.on_thread.environments
   return found[-1] if found else default_env()
 
 
 def _streams_on() -> rng.Streams:
-  found = active_environments.on.get() or active_environments.on_thread.environments
+  found = properties.on.get() or properties.on_thread.environments
   return found[-1].streams if found else rng.default_streams
 
 

@@ -31,7 +31,7 @@ from torchax.compat import extras
 from torchax.core.error_messages import require_eager
 from torchax.core.tracebacks import hide_library_frames
 from torchax.distributed.processes.agreement import require_equal
-from torchax.saving.state_files import load_state
+from torchax.saving.torch_files import load_state
 
 _FORMAT = 1
 _STRUCTURE, _ARRAYS = "structure", "arrays"

@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from torchax.checkpoint.structure import ON_HOST, Reader
+from torchax.checkpoint.structure import ON_HOST, Reader, restore_sharding
 from torchax.devices import placement
 from torchax.errors import UnsupportedDtypeError
-from torchax.saving import saved_shardings
 from torchax.tensor import Tensor
 
 
@@ -55,7 +54,7 @@ def target_of(nodes, requested: dict[int, Any]) -> dict:
     shape, dtype = node["shape"], jnp.dtype(node["dtype"])
     sharding = None
     if node["type"] not in ON_HOST:
-      sharding = requested.get(id(node)) or saved_shardings.restore(node.get("layout"))
+      sharding = requested.get(id(node)) or restore_sharding(node.get("layout"))
       if sharding is None and is_single_process:
         sharding = first
     # Arrays that each process has for itself are read into host memory.

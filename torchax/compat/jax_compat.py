@@ -1,7 +1,7 @@
 """Private API of JAX, used in this file only; `test_jax_compat.py` checks that.
 
 Main uses: the current trace, since a draw from a stream of another trace would become a
-constant or repeat (`rng/ownership.py`); and whether JAX has started, since JAX does not
+constant or repeat (`rng/stream.py`); and whether JAX has started, since JAX does not
 survive a fork (`devices/forks.py`). Also here: the meaning of JAX's error messages, and
 differences between versions of JAX.
 """

@@ -1,10 +1,16 @@
 """Replaced attributes of torch: `patch` replaces one, `unpatch` restores all.
 
+`WhileNeeded` installs a patch only while a thread needs it; `setting` sets an attribute
+of ours, such as a flag of a thread, inside a block.
+
 `tools/patch_table.py` writes the table of `docs/devices.md` from `PATCHES`.
 """
 
+import contextlib
 import dataclasses
+import threading
 import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -75,3 +81,40 @@ def unpatch() -> None:
   """
   while PATCHES:
     PATCHES[-1].undo()
+
+
+@contextlib.contextmanager
+def setting(owner: Any, name: str, value: Any) -> Iterator[None]:
+  """Set an attribute inside the block, and restore its value after it."""
+  before = getattr(owner, name)
+  setattr(owner, name, value)
+  try:
+    yield
+  finally:
+    setattr(owner, name, before)
+
+
+class WhileNeeded:
+  """Context manager that keeps a patch installed while any thread is inside it.
+
+  Args:
+    install: function that installs the patch and returns the function to remove it.
+  """
+
+  def __init__(self, install: Callable[[], Callable[[], object]]):
+    self._install = install
+    self._lock = threading.Lock()
+    self._users = 0
+    self._remove: Callable[[], object] | None = None
+
+  def __enter__(self) -> None:
+    with self._lock:
+      if not self._users:
+        self._remove = self._install()
+      self._users += 1
+
+  def __exit__(self, *exception) -> None:
+    with self._lock:
+      self._users -= 1
+      if not self._users and self._remove is not None:
+        self._remove()

@@ -169,12 +169,9 @@ def essential(path: str, feature: str) -> Any:
   """
   piece = _declare(path, feature)
   piece.is_essential = True
-  try:
-    found = resolve(path)
-  except (AttributeError, ImportError) as error:
-    piece.is_found = False
-    raise UnsupportedVersionError(piece.message()) from error
-  piece.is_found = True
+  found = find(path, feature)
+  if not piece.is_found:
+    raise UnsupportedVersionError(piece.message())
   return found
 
 

@@ -6,12 +6,15 @@ the arrays of written shadows as results. `storage.py` has the storages.
 """
 
 import contextlib
+import dataclasses
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 
+from torchax.config import Configuration
+from torchax.core.static_values import Identity
 from torchax.core.storage import Escaped, Prefix, Storage, active
 from torchax.errors import TracedStateError
 
@@ -202,3 +205,27 @@ class Boundary:
       ):
         storage.__class__ = Escaped
     self.born.clear()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Field:
+  """Guard on one field of a configuration."""
+
+  config: Identity
+  name: str
+
+  def now(self):
+    return getattr(self.config.value, self.name)
+
+  def describe(self) -> str:
+    return str(self.now())
+
+  def __str__(self):
+    return f"Configuration.{self.name}"
+
+
+def guard_on_field(config: Configuration, name: str) -> None:
+  """Guard on a field of the configuration in the functions that are being traced."""
+  if active.boundary is not None:
+    for guards in active.boundary.guards_around():
+      guards.guard_on_number(_Field(Identity(config), name))

@@ -21,6 +21,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from torchax.compat import jax_compat, torch_compat
+from torchax.compat.patches import setting
 
 
 class _Applied(threading.local):
@@ -32,18 +33,13 @@ class _Applied(threading.local):
 _applied = _Applied()
 
 
-@contextlib.contextmanager
-def forward_pass(is_stopped: bool) -> Iterator[None]:
+def forward_pass(is_stopped: bool) -> contextlib.AbstractContextManager[None]:
   """Enclose the forward pass of the outermost `torch.autograd.Function`.
 
   Args:
     is_stopped: its results have no derivative.
   """
-  before, _applied.is_stopped = _applied.is_stopped, is_stopped
-  try:
-    yield
-  finally:
-    _applied.is_stopped = before
+  return setting(_applied, "is_stopped", is_stopped)
 
 
 @contextlib.contextmanager
@@ -71,28 +67,20 @@ class _Saved(threading.local):
 _saved = _Saved()
 
 
-@contextlib.contextmanager
-def accessing_saved_tensors() -> Iterator[None]:
+def accessing_saved_tensors() -> contextlib.AbstractContextManager[None]:
   """Enclose code that saves tensors for a backward pass, or reads saved ones.
 
   torch detaches the saved results; they keep their derivative for JAX.
   """
-  before, _saved.are_handed_out = _saved.are_handed_out, True
-  try:
-    yield
-  finally:
-    _saved.are_handed_out = before
+  return setting(_saved, "are_handed_out", True)
 
 
 @contextlib.contextmanager
 def in_formula() -> Iterator[None]:
   """Enclose an operation and its backward formula, which JAX may differentiate."""
-  before, _saved.are_of_formula = _saved.are_of_formula, True
-  try:
-    with accessing_saved_tensors(), fresh_grad_mode():
-      yield
-  finally:
-    _saved.are_of_formula = before
+  formula = setting(_saved, "are_of_formula", True)
+  with formula, accessing_saved_tensors(), fresh_grad_mode():
+    yield
 
 
 def runs_formula() -> bool:
@@ -116,14 +104,14 @@ def is_stopped() -> bool:
 
 def stop_gradients(tree):
   """Apply `stop_gradient` to the arrays in a tree if grad mode asks for it."""
-  return jax.tree.map(_stop, tree) if is_stopped() else tree
+  if not is_stopped():
+    return tree
+  return jax.tree.map(lambda x: lax.stop_gradient(x) if may_derive(x) else x, tree)
 
 
-def _stop(leaf):
-  is_number = isinstance(leaf, jax.core.Tracer) and jnp.issubdtype(
-    leaf.dtype, jnp.inexact
-  )
-  return lax.stop_gradient(leaf) if is_number else leaf
+def may_derive(value) -> bool:
+  """Return True for a tracer of floats or complex numbers: JAX may differentiate it."""
+  return isinstance(value, jax.core.Tracer) and jnp.issubdtype(value.dtype, jnp.inexact)
 
 
 def with_derivative_of(old: jax.Array, new: jax.Array) -> jax.Array:

@@ -12,10 +12,11 @@ import contextlib
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
+from torchax.compat.patches import setting
 from torchax.core.boundary import Boundary
 from torchax.core.static_values import key_of
 from torchax.core.storage import active
@@ -160,14 +161,11 @@ class _Given(threading.local):
 _given = _Given()
 
 
-@contextlib.contextmanager
-def argument_values(numbers: dict["Argument", float]) -> Iterator[None]:
+def argument_values(
+  numbers: dict["Argument", float],
+) -> contextlib.AbstractContextManager[None]:
   """Set the values of number arguments inside the block."""
-  before, _given.numbers = _given.numbers, {**_given.numbers, **numbers}
-  try:
-    yield
-  finally:
-    _given.numbers = before
+  return setting(_given, "numbers", {**_given.numbers, **numbers})
 
 
 def current_argument_values() -> dict["Argument", float]:
@@ -234,31 +232,26 @@ def concretize(value):
   return value
 
 
-def _binary(operation: Callable, swapped: bool = False) -> Callable:
+def _binary(
+  operation: Callable, swapped: bool = False, result: Callable | None = None
+) -> Callable:
   def method(self, other):
     if isinstance(other, HostNumber):
       other = other.node
     elif not isinstance(other, int | float):
       return NotImplemented
     parts = (other, self.node) if swapped else (self.node, other)
-    return HostNumber(Expression(operation, *parts))
+    return (result or HostNumber)(Expression(operation, *parts))
 
   return method
+
+
+def _comparison(operation: Callable) -> Callable:
+  return _binary(operation, result=decide)
 
 
 def _unary(operation: Callable) -> Callable:
   return lambda self: HostNumber(Expression(operation, self.node))
-
-
-def _comparison(operation: Callable) -> Callable:
-  def method(self, other):
-    if isinstance(other, HostNumber):
-      other = other.node
-    elif not isinstance(other, int | float):
-      return NotImplemented
-    return decide(Expression(operation, self.node, other))
-
-  return method
 
 
 class HostNumber(torch.SymFloat):

@@ -270,10 +270,6 @@ def clear() -> None:
     counted.clear()
   jax.clear_caches()
   gc.collect()
-  _trim()
-
-
-def _trim() -> None:
-  """Return free memory to the system; does nothing without glibc."""
+  # Return free memory to the system, with glibc.
   with contextlib.suppress(OSError, AttributeError):
     ctypes.CDLL(None).malloc_trim(0)

@@ -528,3 +528,11 @@ def memory_order(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...
     return tuple(dims)
   order = iter(sorted((d for d in dims if sizes[d] > 1), key=lambda d: -strides[d]))
   return tuple(next(order) if n > 1 else d for d, n in enumerate(sizes))
+
+
+def contiguous_strides(sizes: Sequence[int]) -> list[int]:
+  """Return the strides of a contiguous tensor."""
+  strides = [1] * len(sizes)
+  for dim in range(len(sizes) - 2, -1, -1):
+    strides[dim] = strides[dim + 1] * max(1, sizes[dim + 1])
+  return strides

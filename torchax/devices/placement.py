@@ -19,6 +19,7 @@ import torch
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
 from torchax.compat import jax_compat, torch_compat
+from torchax.compat.patches import setting
 from torchax.errors import NoSuchDeviceError, ShardingError
 
 _ArrayImpl = jax_compat.ArrayImpl
@@ -191,19 +192,15 @@ def using(device) -> Iterator[None]:
     _current.index = before
 
 
-@contextlib.contextmanager
-def using_layout(layout: Callable[[tuple], Sharding | None]) -> Iterator[None]:
+def using_layout(
+  layout: Callable[[tuple], Sharding | None],
+) -> contextlib.AbstractContextManager[None]:
   """Shard tensors that this thread creates inside the block.
 
   Args:
     layout: function of a shape that returns its sharding; None leaves it to JAX.
   """
-  before = _current.layout
-  _current.layout = layout
-  try:
-    yield
-  finally:
-    _current.layout = before
+  return setting(_current, "layout", layout)
 
 
 def layout() -> Callable[[tuple], Sharding | None] | None:

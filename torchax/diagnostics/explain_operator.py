@@ -8,7 +8,7 @@ module calls.
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -256,7 +256,9 @@ def _name(code) -> str:
 
 def _where(code: Any) -> str:
   """Return file and line of a function, or of the class of a callable object."""
-  code = _unwrap(code)
+  while isinstance(code, functools.partial):
+    code = code.func
+  code = inspect.unwrap(code)
   if not (inspect.isfunction(code) or inspect.isclass(code)):
     code = type(code)
   try:
@@ -268,9 +270,3 @@ def _where(code: Any) -> str:
     if str(path).startswith(package + os.sep):
       path = os.path.relpath(path, os.path.dirname(package))
   return f"{path}:{line}"
-
-
-def _unwrap(code: Callable) -> Callable:
-  while isinstance(code, functools.partial):
-    code = code.func
-  return inspect.unwrap(code)

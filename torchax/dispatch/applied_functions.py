@@ -20,7 +20,7 @@ from torchax import rng
 from torchax.compat import jax_compat, torch_compat
 from torchax.core import grad_mode
 from torchax.core.linear_maps import with_derivative
-from torchax.dispatch.autograd import conjugate, is_inexact
+from torchax.dispatch.autograd import conjugate
 from torchax.tensor import Tensor, new_tensor
 
 
@@ -33,18 +33,15 @@ def _apply(apply: Any, args: tuple):
     return apply(*args)
   is_stopped = grad_mode.is_stopped()
   if not is_stopped and not issubclass(apply.__self__, torch_compat.OwnFunction):
-    indices = [index for index, arg in enumerate(args) if _is_differentiated(arg)]
+    indices = [
+      index
+      for index, arg in enumerate(args)
+      if isinstance(arg, Tensor) and grad_mode.may_derive(arg.jax())
+    ]
     if indices and not torch_compat.are_transforms_active():
       return _Call(args, indices).run(apply.__self__)
   with grad_mode.forward_pass(is_stopped):
     return apply(*args)
-
-
-def _is_differentiated(arg) -> bool:
-  if not isinstance(arg, Tensor):
-    return False
-  array = arg.jax()
-  return isinstance(array, jax.core.Tracer) and is_inexact(array)
 
 
 class _ReplaceArrays(torch_compat.OwnFunction):

@@ -13,6 +13,7 @@ import torch
 from jax.sharding import Sharding
 
 from torchax.compat import jax_compat, torch_compat
+from torchax.compat.patches import setting
 from torchax.core.chains import WHOLE
 from torchax.core.storage import Storage, WithoutDevice
 from torchax.devices import placement
@@ -166,11 +167,8 @@ def run(found: Callable, op, args, kwargs):
   if _thread.in_operation or op in _CROSSING:
     return found(args, kwargs)
   index, is_free = _common_index(op, args, kwargs)
-  _thread.in_operation = True
-  try:
+  with setting(_thread, "in_operation", True):
     result = found(args, kwargs)
-  finally:
-    _thread.in_operation = False
   device = kwargs.get("device") if kwargs else None
   if device is not None and device.index is not None:
     return result  # a factory with an explicit device

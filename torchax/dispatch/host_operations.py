@@ -15,11 +15,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from torchax.compat import torch_compat, user_code
-from torchax.compat.patches import patch
+from torchax.compat.patches import WhileNeeded, patch
 from torchax.core.boundary import Boundary
 from torchax.core.storage import active
 from torchax.core.tracebacks import hide
-from torchax.core.while_needed import WhileNeeded
 from torchax.errors import MutationError, TracedDrawError
 from torchax.registry.names import aten
 from torchax.registry.schema import schema_of

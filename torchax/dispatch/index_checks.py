@@ -16,8 +16,8 @@ import torch
 from torchax.compat import jax_compat, user_code
 from torchax.config import Configuration
 from torchax.core import host_memory, mappings
+from torchax.core.boundary import guard_on_field
 from torchax.core.chains import WHOLE
-from torchax.dispatch import configuration_guards
 from torchax.registry.index_rules import Rule
 from torchax.tensor import Tensor
 
@@ -35,7 +35,7 @@ def require(rules: Iterable[Rule], name: str, config: Configuration) -> None:
       the compiled program raise when it runs.
   """
   waits = config.check_indices
-  configuration_guards.guard_on(config, "check_indices")
+  guard_on_field(config, "check_indices")
   for rule in rules:
     numbers = _known_values(rule.numbers, waits)
     if numbers is None:

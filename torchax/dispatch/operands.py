@@ -96,6 +96,7 @@ class Flattener:
     names: names of all arguments, positional ones first.
     cpu_ok: accept CPU tensors next to jax tensors.
     numbers: names of arguments that are, or contain, numbers of any type.
+    keeps_tensors: operands are tensors, views included, not arrays.
   """
 
   def __init__(
@@ -106,8 +107,9 @@ class Flattener:
     names=(),
     cpu_ok=False,
     numbers=frozenset(),
+    keeps_tensors=False,
   ):
-    self.keeps_tensors = False  # operands are tensors, views included, not arrays
+    self.keeps_tensors = keeps_tensors
     self.names = names
     self._name = name
     self._env = env
@@ -218,7 +220,8 @@ class Flattener:
 
   def rebuild_on_host(self, key: tuple, operands) -> tuple[list, dict]:
     """Return the arguments as numpy arrays; numpy takes views without a copy."""
-    return _rebuild(key, operands, _read_on_host)
+    # numpy gives scalars for single elements
+    return _rebuild(key, operands, lambda chain, x: np.asarray(chain.picked(x)))
 
 
 class _Prepared:
@@ -291,10 +294,6 @@ class PreparedFlattener(Flattener):
 
 def _read(chain, operand):
   return chain.read(operand)
-
-
-def _read_on_host(chain, operand):
-  return np.asarray(chain.picked(operand))  # numpy gives scalars for single elements
 
 
 def _rebuild(key, operands, read=_read) -> tuple[list, dict]:

@@ -34,17 +34,18 @@ class Special(NamedTuple):
   make: Callable[..., Callable]
 
 
-def _function_plan(op, default, env) -> Callable:
-  function = _FUNCTIONS[op]
-  return lambda args, kwargs: function(*args, **(kwargs or {}))
-
-
 def _is(overload) -> Callable[..., bool]:
   return lambda op, schema: op is overload
 
 
 TABLE = (
-  Special("function of tensors", lambda op, schema: op in _FUNCTIONS, _function_plan),
+  Special(
+    "function of tensors",
+    lambda op, schema: op in _FUNCTIONS,
+    lambda op, default, env: (
+      lambda args, kwargs: _FUNCTIONS[op](*args, **(kwargs or {}))
+    ),
+  ),
   Special(
     "in-place view",
     lambda op, schema: op in views.IN_PLACE_VIEWS,

@@ -11,7 +11,6 @@ are operands: it uses the numbers of the program's first call. If torch refuses 
 import contextlib
 import threading
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -19,6 +18,7 @@ import torch
 from torch.utils import _pytree as torch_pytree
 
 from torchax.compat import torch_compat
+from torchax.compat.patches import setting
 from torchax.core import mappings
 
 # Parts of errors of meta kernels that say nothing about the arguments.
@@ -54,14 +54,9 @@ class _Unchecked(threading.local):
 _unchecked = _Unchecked()
 
 
-@contextlib.contextmanager
-def unchecked(owner) -> Iterator[None]:
+def unchecked(owner) -> contextlib.AbstractContextManager[None]:
   """Trace the programs of `owner` without checks inside the block, on this thread."""
-  before, _unchecked.owner = _unchecked.owner, owner
-  try:
-    yield
-  finally:
-    _unchecked.owner = before
+  return setting(_unchecked, "owner", owner)
 
 
 def is_unchecked(owner) -> bool:

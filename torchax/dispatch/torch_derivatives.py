@@ -77,13 +77,6 @@ def _tensors(tree) -> list[Tensor]:
   return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _has_traced_scalars(func, args, kwargs) -> bool:
-  schema = schema_of(func)
-  named = {**dict(zip(schema.names, args)), **kwargs}
-  scalars = [value for name, value in named.items() if name in schema.scalars]
-  return any(map(_is_array, jax.tree.leaves(scalars)))
-
-
 def with_derivative_of(func, lower, env, args, kwargs):
   """Return `lower(args, kwargs)`, with the derivative of `func` in torch's autograd.
 
@@ -95,9 +88,12 @@ def with_derivative_of(func, lower, env, args, kwargs):
   """
   arguments = Partition((args, kwargs), _is_array)
   arrays = arguments.dynamic
-  if not any(isinstance(a, jax.core.Tracer) and is_inexact(a) for a in arrays):
+  if not any(map(grad_mode.may_derive, arrays)):
     return lower(args, kwargs)
-  if _has_traced_scalars(func, args, kwargs):
+  schema = schema_of(func)
+  named = {**dict(zip(schema.names, args)), **kwargs}
+  scalars = [value for name, value in named.items() if name in schema.scalars]
+  if any(map(_is_array, jax.tree.leaves(scalars))):
     return lower(args, kwargs)  # torch needs Python numbers here; JAX differentiates
   out = lower(*arguments.unflatten(map(lax.stop_gradient, arrays)))
   leaves, structure = jax.tree.flatten(out)

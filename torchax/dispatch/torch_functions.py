@@ -58,14 +58,13 @@ class ArrayFunctionHandler:
     # An array function without a torch function; its caller explains the errors.
     self._is_core = func is operator.func
     self.name = f"torch.{getattr(func, '__name__', str(func))}"
-    self.flattener = Flattener(self.name, env)
-    self.flattener.keeps_tensors = True
+    self.flattener = Flattener(self.name, env, keeps_tensors=True)
     self._numbers_flattener = self.flattener
     dynamic = operator.numbers.dynamic
     if dynamic:
       names = tuple(inspect.signature(operator.func).parameters)
-      self._numbers_flattener = Flattener(self.name, env, dynamic, names)
-      self._numbers_flattener.keeps_tensors = True
+      options = (self.name, env, dynamic, names)
+      self._numbers_flattener = Flattener(*options, keeps_tensors=True)
     self._functions: ProgramCache[tuple, autograd.ArrayFunction | autograd.WithNumbers]
     self._functions = ProgramCache(MOST_PROGRAMS)
     self._number_programs: NumberPrograms[autograd.ArrayFunction] = NumberPrograms()

@@ -225,7 +225,11 @@ class Move(torch_compat.OwnFunction):
     tensor, _, ctx.device, ctx.env = inputs
     source = torch_compat.innermost(tensor)
     ctx.source_is_jax = isinstance(source, Tensor)
-    ctx.sharding = _sharding_of(source) if ctx.source_is_jax else None
+    ctx.sharding = None
+    if ctx.source_is_jax:
+      array = source._storage.array
+      is_part = source._chain is not WHOLE and placement.is_on_several_devices(array)
+      ctx.sharding = placement.committed_sharding(source.jax() if is_part else array)
     ctx.source_dtype, ctx.dtype = tensor.dtype, output.dtype
     ctx.set_materialize_grads(False)
 
@@ -247,13 +251,6 @@ class Move(torch_compat.OwnFunction):
     if ctx.source_is_jax and isinstance(moved, Tensor):
       moved = PutBack.apply(moved, ctx.sharding)
     return moved, None, None, None
-
-
-def _sharding_of(tensor: Tensor):
-  """Return the sharding that a tensor, or its view, is committed to, or None."""
-  array = tensor._storage.array
-  is_part = tensor._chain is not WHOLE and placement.is_on_several_devices(array)
-  return placement.committed_sharding(tensor.jax() if is_part else array)
 
 
 class PutBack(torch_compat.OwnFunction):

@@ -31,6 +31,7 @@ from torchax.core.view_steps import (
   StopGradientInfo,
   UnfoldInfo,
   ViewInfo,
+  contiguous_strides,
   slice_of,
 )
 from torchax.errors import MutationError
@@ -49,19 +50,11 @@ def _expand(source, layout, *args, **kwargs):
   return ExpandInfo(tuple(layout.shape))
 
 
-def _permute(source, layout, dims):
-  return PermuteInfo(tuple(dim % source.dim() for dim in dims))
-
-
 def _transpose(source, layout, dim0, dim1):
   dims = list(range(source.dim()))
   if dims:
     dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
   return PermuteInfo(tuple(dims))
-
-
-def _t(source, layout):
-  return PermuteInfo(tuple(reversed(range(source.dim()))))
 
 
 def _slice(source, layout, dim=0, start=None, end=None, step=1):
@@ -73,18 +66,6 @@ def _slice(source, layout, dim=0, start=None, end=None, step=1):
 def _select(source, layout, dim, index):
   dim %= source.dim()
   return IndexInfo(dim, index % source.shape[dim])
-
-
-def _diagonal(source, layout, offset=0, dim1=0, dim2=1):
-  return DiagonalInfo(offset, dim1 % source.dim(), dim2 % source.dim())
-
-
-def _unfold(source, layout, dimension, size, step):
-  return UnfoldInfo(dimension % max(1, source.dim()), size, step)
-
-
-def _view_dtype(source, layout, dtype):
-  return DtypeInfo(mappings.t2j_dtype(dtype))
 
 
 def _strided(source, layout, *args, **kwargs):
@@ -105,14 +86,22 @@ STEPS: dict = {
   aten.squeeze.dims: _reshape,
   aten.unsqueeze.default: _reshape,
   aten.expand.default: _expand,
-  aten.permute.default: _permute,
+  aten.permute.default: lambda source, layout, dims: PermuteInfo(
+    tuple(dim % source.dim() for dim in dims)
+  ),
   aten.transpose.int: _transpose,
-  aten.t.default: _t,
+  aten.t.default: lambda source, layout: PermuteInfo(
+    tuple(reversed(range(source.dim())))
+  ),
   aten.slice.Tensor: _slice,
   aten.select.int: _select,
-  aten.diagonal.default: _diagonal,
-  aten.unfold.default: _unfold,
-  aten.view.dtype: _view_dtype,
+  aten.diagonal.default: lambda source, layout, offset=0, dim1=0, dim2=1: DiagonalInfo(
+    offset, dim1 % source.dim(), dim2 % source.dim()
+  ),
+  aten.unfold.default: lambda source, layout, dimension, size, step: UnfoldInfo(
+    dimension % max(1, source.dim()), size, step
+  ),
+  aten.view.dtype: lambda source, layout, dtype: DtypeInfo(mappings.t2j_dtype(dtype)),
   aten.view_as_real.default: lambda source, layout: ComplexAsRealInfo(),
   aten.view_as_complex.default: lambda source, layout: RealAsComplexInfo(),
   aten._conj.default: lambda source, layout: ConjugateInfo(),
@@ -128,15 +117,13 @@ def _split(source, layouts, _sizes, dim=0):
     start += layout.shape[dim]
 
 
-def _unbind(source, layouts, dim=0):
-  return [IndexInfo(dim % source.dim(), i) for i in range(len(layouts))]
-
-
 # Overload -> steps of several views.
 MULTIPLE_STEPS: dict = {
   aten.split.Tensor: _split,
   aten.split_with_sizes.default: _split,
-  aten.unbind.int: _unbind,
+  aten.unbind.int: lambda source, layouts, dim=0: [
+    IndexInfo(dim % source.dim(), i) for i in range(len(layouts))
+  ],
 }
 
 
@@ -167,7 +154,7 @@ def _view_layout(source, size):
   if not source.is_contiguous() or not source.numel():
     return None
   # torch may keep other strides of dimensions of size 1.
-  if 1 in source.shape and list(source.stride()) != _contiguous_stride(source.shape):
+  if 1 in source.shape and list(source.stride()) != contiguous_strides(source.shape):
     return None
   if -1 in size:
     dim = size.index(-1)
@@ -175,14 +162,7 @@ def _view_layout(source, size):
     size[dim] = source.numel() // max(1, math.prod(size))
   if any(length < 0 for length in size) or math.prod(size) != source.numel():
     return None
-  return size, _contiguous_stride(size), source.storage_offset()
-
-
-def _contiguous_stride(size) -> list[int]:
-  stride = [1] * len(size)
-  for dim in range(len(size) - 2, -1, -1):
-    stride[dim] = stride[dim + 1] * max(1, size[dim + 1])
-  return stride
+  return size, contiguous_strides(size), source.storage_offset()
 
 
 # Frequent views whose layout is computed here, which is faster than torch's kernel.
@@ -365,10 +345,10 @@ def _strided_steps(layout, size: int) -> list[ViewInfo]:
   shape, offset = tuple(layout.shape), layout.storage_offset()
   numel = math.prod(shape)
   stride = list(layout.stride())
-  if stride != _contiguous_stride(shape):
+  if stride != contiguous_strides(shape):
     order = sorted(range(len(shape)), key=lambda dim: -stride[dim])
     sizes, steps = [shape[dim] for dim in order], [stride[dim] for dim in order]
-    if numel != size or steps != _contiguous_stride(sizes):
+    if numel != size or steps != contiguous_strides(sizes):
       return [AsStridedInfo(layout.stride(), offset, shape)]
     back = sorted(range(len(shape)), key=lambda dim: order[dim])
     return [ReshapeInfo(tuple(sizes)), PermuteInfo(tuple(back))]
@@ -408,7 +388,7 @@ def _resize_(tensor, size, memory_format=None):
     tensor._storage = _grow(tensor._storage, needed)
     Rebindings.count_one()
   layout = _Layout(
-    size, _contiguous_stride(size), tensor.storage_offset(), tensor.dtype
+    size, contiguous_strides(size), tensor.storage_offset(), tensor.dtype
   )
   shown = new_view(tensor, layout, _strided_chain(tensor, layout))
   torch_compat.set_metadata(tensor, shown)
@@ -433,7 +413,7 @@ def _set_(tensor, source, offset=0, size=None, stride=()):
     )
   require_own(tensor, "set_")
   if size is not None:
-    stride = stride or _contiguous_stride(size)
+    stride = stride or contiguous_strides(size)
     source = torch.as_strided(source, size, stride, offset)
   with torch_compat.without_dispatch():
     tensor.set_(source)
@@ -454,11 +434,11 @@ def _set_to_storage(tensor, source, offset=0, size=None, stride=()):
   if size is None:
     size, stride = (source.count(dtype),), (1,)
   size = tuple(size)
-  stride = stride or _contiguous_stride(size)
+  stride = stride or contiguous_strides(size)
   is_whole = (
     not offset
     and math.prod(size) == source.count(dtype)
-    and list(stride) == _contiguous_stride(size)
+    and list(stride) == contiguous_strides(size)
   )
   source.decide(dtype, size if is_whole else None)
   storage, layout = source.storage, _Layout(size, stride, offset, tensor.dtype)
@@ -472,11 +452,6 @@ def _set_to_storage(tensor, source, offset=0, size=None, stride=()):
     tensor.set_(shown)
   rebind(tensor, shown)
   return tensor
-
-
-def _set_empty(tensor):
-  empty = new_tensor(jnp.zeros(0, mappings.t2j_dtype(tensor.dtype)), tensor._env)
-  return _set_(tensor, empty)
 
 
 def record_reshape(tensor, op, args, kwargs=None) -> None:
@@ -504,7 +479,9 @@ FUNCTIONS: dict[object, Callable] = {
   aten.set_.source_Tensor_storage_offset: _set_,
   aten.set_.source_Storage: _set_to_storage,
   aten.set_.source_Storage_storage_offset: _set_to_storage,
-  aten.set_.default: _set_empty,
+  aten.set_.default: lambda tensor: _set_(
+    tensor, new_tensor(jnp.zeros(0, mappings.t2j_dtype(tensor.dtype)), tensor._env)
+  ),
   aten.lift_fresh.default: lambda tensor: tensor,
 }
 

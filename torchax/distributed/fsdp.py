@@ -345,7 +345,7 @@ def register_forward_method(original: Callable, module, method_name: str) -> Non
 
   @functools.wraps(method)
   def wrapped(*args, **kwargs):
-    return precision.called(module, method, args, kwargs)
+    return precision.call_with_precision(module, method, args, kwargs)
 
   setattr(module, method_name, wrapped)
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import torch
 
+from torchax.core.partitions import is_tensor
 from torchax.errors import CollectiveError
 
 Slot = tuple[torch.nn.Module, str]
@@ -110,8 +111,4 @@ def _cast(tree, dtype: torch.dtype | None):
     is_float = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
     return leaf.to(dtype) if is_float else leaf
 
-  return tree if dtype is None else jax.tree.map(cast, tree, is_leaf=_is_tensor)
-
-
-def _is_tensor(leaf) -> bool:
-  return isinstance(leaf, torch.Tensor)
+  return tree if dtype is None else jax.tree.map(cast, tree, is_leaf=is_tensor)

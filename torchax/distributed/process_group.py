@@ -266,10 +266,6 @@ class ProcessGroup(dist.ProcessGroup):
   send = recv = recv_anysource = _refuse
 
 
-def _make(store, rank: int, size: int, timeout) -> ProcessGroup:
-  return ProcessGroup(rank, size)
-
-
 def _world() -> dict:
   """Return the arguments of `init_process_group` that JAX determines.
 
@@ -320,7 +316,9 @@ def initialize(original: Callable, *args, **kwargs) -> None:
     world.pop("store", None)
   if "store" in world:
     given.pop("init_method", None)
-  torch_compat.register_group_backend(NAME, _make)
+  torch_compat.register_group_backend(
+    NAME, lambda store, rank, size, timeout: ProcessGroup(rank, size)
+  )
   original(**{**given, **world})
   group: Any = dist.group.WORLD
   jc10d.WORLDS.add(group.group_name)

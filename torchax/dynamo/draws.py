@@ -8,7 +8,6 @@ keyed operations.
 """
 
 import collections
-from typing import NamedTuple
 
 import jax
 import torch
@@ -72,7 +71,8 @@ def key_draws(graph: fx.Graph, rng: fx.Node) -> tuple[int, dict[str, int]]:
       whose draws cannot be numbered.
   """
   draws, sites = 0, collections.Counter[str]()
-  branches: list[_Branches] = []
+  # (keyed `torch.cond` whose branches draw, position of its draws)
+  branches: list[tuple[fx.Node, tuple]] = []
   for node in list(graph.nodes):
     counts = _draws_of(node)
     if counts is None:
@@ -98,35 +98,23 @@ def key_draws(graph: fx.Graph, rng: fx.Node) -> tuple[int, dict[str, int]]:
       replacement = graph.call_function(keyed, args, dict(node.kwargs))
     replacement.meta = dict(node.meta)
     if is_cond and not is_backward:
-      branches.append(_Branches(replacement, position))
+      branches.append((replacement, position))
     node.replace_all_uses_with(replacement)
     graph.erase_node(node)
   return draws, sites
 
 
-class _Branches(NamedTuple):
-  """`torch.cond` of the forward pass whose branches draw.
-
-  Attributes:
-    node: the keyed operation.
-    position: position of its draws.
-  """
-
-  node: fx.Node
-  position: tuple
-
-
-def _forward_position(node: fx.Node, branches: list[_Branches]) -> tuple:
+def _forward_position(node: fx.Node, branches: list[tuple]) -> tuple:
   """Return the position of the draws that a backward `torch.cond` recomputes."""
   predicate, *bodies, operands = node.args
-  for forward in reversed(branches):
-    _, _, _, earlier_predicate, *earlier_bodies, earlier_operands = forward.node.args
+  for forward, position in reversed(branches):
+    _, _, _, earlier_predicate, *earlier_bodies, earlier_operands = forward.args
     has_same_operands = earlier_predicate is predicate and (
       earlier_operands == operands[: len(earlier_operands)]
     )
     if has_same_operands and all(map(_makes_same_draws, bodies, earlier_bodies)):
-      branches.remove(forward)
-      return forward.position
+      branches.remove((forward, position))
+      return position
   raise RngError(
     "A torch.cond draws other numbers in the backward pass of a compiled function than "
     f"in the forward pass. Draw before it and pass the numbers.{where(node)}"
@@ -165,7 +153,11 @@ def _draws_of(node: fx.Node) -> tuple[int, dict[str, int]] | None:
   bodies = [body for body in map(inner_graph, node.all_input_nodes) if body is not None]
   if any(map(may_draw, bodies)):
     if node.target is higher_order.cond:
-      return _largest([_draws_in(body.graph) for body in bodies])
+      # The streams advance by the largest number of draws of all branches.
+      found = [_draws_in(body.graph) for body in bodies]
+      paths = dict.fromkeys(path for _, sites in found for path in sites)
+      by_site = {path: max(sites.get(path, 0) for _, sites in found) for path in paths}
+      return max(count for count, _ in found), by_site
     if node.target is higher_order.while_loop:
       return 1, {site_of(node): 1}
     raise RngError(
@@ -186,13 +178,6 @@ def _draws_in(graph: fx.Graph) -> tuple[int, dict[str, int]]:
     total += count
     sites.update(by_site)
   return total, sites
-
-
-def _largest(branches: list) -> tuple[int, dict[str, int]]:
-  """Return the maximum number of draws over all branches; the streams advance by it."""
-  paths = dict.fromkeys(path for _, sites in branches for path in sites)
-  by_site = {path: max(sites.get(path, 0) for _, sites in branches) for path in paths}
-  return max(count for count, _ in branches), by_site
 
 
 def _count_draws(node: fx.Node) -> int:

@@ -122,8 +122,10 @@ def _rewrites(graph: torch.fx.Graph) -> Iterator[tuple]:
     if node.target is aten.detach.default:
       yield _stop_after, node
     elif node.target is higher_order.wrap_with_set_grad_enabled:
-      if node.args[0] is False:
-        yield _stop_results, node
+      # The tensors that are selected from a `no_grad` region.
+      for result in node.users if node.args[0] is False else ():
+        if isinstance(result.meta.get("val"), torch.Tensor):
+          yield _stop_after, result
     elif node.target is aten.dropout_.default:
       yield _separate_dropout, node
     elif is_draw(node) and not node.users:
@@ -135,13 +137,6 @@ def _stop_after(graph, node) -> None:
     stopped = graph.call_function(stop_gradient, (node,))
   stopped.meta = dict(node.meta)
   node.replace_all_uses_with(stopped, delete_user_cb=lambda user: user is not stopped)
-
-
-def _stop_results(graph, node) -> None:
-  """Stop gradients of the tensors that are selected from a `no_grad` region."""
-  for result in list(node.users):
-    if isinstance(result.meta.get("val"), torch.Tensor):
-      _stop_after(graph, result)
 
 
 def _separate_dropout(graph, node) -> None:

@@ -12,8 +12,8 @@ import torch
 from torchax import device_module
 from torchax.compat import jax_compat, torch_compat
 from torchax.core import mappings
+from torchax.core.boundary import guard_on_field
 from torchax.devices import placement
-from torchax.dispatch import configuration_guards
 from torchax.functions import dropout, one_position
 from torchax.functions.builtin import register_function
 from torchax.ops.builtin import Kind, op
@@ -109,7 +109,7 @@ def form_of(
     heads: shapes of query, key and value after the division into heads; None if they
       are already divided.
   """
-  configuration_guards.guard_on(env.config, "attention")
+  guard_on_field(env.config, "attention")
   requested = env.config.attention
   platform = placement.current_platform()
   if platform == "cpu" and requested != choice.BLOCKWISE:

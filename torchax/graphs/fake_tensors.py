@@ -210,16 +210,16 @@ def _by_lowering(func, args, kwargs):
   tree_map_only = torch_pytree.tree_map_only
   args, kwargs = tree_map_only(torch.Tensor, _shape_of, (args, kwargs))
   shapes = default_env().shapes(func, args, kwargs)
-  return tree_map_only(jax.ShapeDtypeStruct, _fake_of_shape, shapes)
+  return tree_map_only(
+    jax.ShapeDtypeStruct,
+    lambda x: torch.empty(x.shape, dtype=mappings.j2t_dtype(x.dtype), device=META),
+    shapes,
+  )
 
 
 def _shape_of(value: torch.Tensor) -> jax.ShapeDtypeStruct:
   shape = tuple(map(int, value.shape))
   return jax.ShapeDtypeStruct(shape, mappings.t2j_dtype(value.dtype))
-
-
-def _fake_of_shape(value: jax.ShapeDtypeStruct) -> torch.Tensor:
-  return torch.empty(value.shape, dtype=mappings.j2t_dtype(value.dtype), device=META)
 
 
 # Device types of jax tensors in Python and in C++.

@@ -32,7 +32,7 @@ from torchax.graphs.fx import (
 from torchax.interop import loops, mismatches
 from torchax.registry.names import higher_order, present
 from torchax.rng import RngState, RngStream, current, rng_scope
-from torchax.rng.sites import advance_past_branches
+from torchax.rng.counter import advance_past_branches
 from torchax.tensor import Tensor
 from torchax.view import View
 
@@ -153,10 +153,6 @@ def _without_gradients(part, enabled, graph, *args):
   return out if enabled else jax.tree.map(lax.stop_gradient, out)
 
 
-def _subgraph(part, graph, identifier, *operands):
-  return tuple(part(graph)(*operands))
-
-
 # On tensors ---------------------------------------------------------------------------
 
 
@@ -171,10 +167,6 @@ def _cond_of_tensors(predicate, on_true, on_false, operands=()):
       if name:
         branch.__name__ = name  # for messages, in place of Dynamo's `cond_true_0`
   return loops.cond(predicate.reshape(()), on_true, on_false, *operands)
-
-
-def _cond_of_fakes(predicate, on_true, on_false, operands=()):
-  return on_true(*operands)
 
 
 def _checkpoint(body: fx.GraphModule, *args, **kwargs):
@@ -216,9 +208,15 @@ class HigherOrder:
 # tensors there are `interop.while_loop` and `interop.scan`.
 TABLE: dict[Any, HigherOrder] = present(
   {
-    higher_order.cond: HigherOrder(_cond, _cond_of_tensors, _cond_of_fakes),
+    higher_order.cond: HigherOrder(
+      _cond,
+      _cond_of_tensors,
+      lambda predicate, on_true, on_false, operands=(): on_true(*operands),
+    ),
     higher_order.while_loop: HigherOrder(_while_loop),
-    higher_order.invoke_subgraph: HigherOrder(_subgraph),
+    higher_order.invoke_subgraph: HigherOrder(
+      lambda part, graph, identifier, *operands: tuple(part(graph)(*operands))
+    ),
     higher_order.wrap_with_set_grad_enabled: HigherOrder(_without_gradients),
     higher_order.tag_activation_checkpoint: HigherOrder(
       on_tensors=_checkpoint, has_overrides=False

@@ -82,7 +82,10 @@ class JaxInterpreter(torch.fx.Interpreter):
     except OperatorNotFound as error:
       raise OperatorNotFound(f"{error.text}{where(n)}") from None
     except Exception as error:
-      if _is_inconclusive(error) and self._has_symbols(n):
+      # An inconclusive comparison or a hash of symbolic sizes.
+      is_unhashable = isinstance(error, TypeError) and "unhashable" in str(error)
+      is_inconclusive = isinstance(error, InconclusiveDimensionOperation)
+      if (is_unhashable or is_inconclusive) and self._has_symbols(n):
         raise _needs_sizes(n) from error
       if isinstance(error, TypeError) and _depends_on_data(n):
         raise _data_dependent(n) from error
@@ -114,7 +117,11 @@ class JaxInterpreter(torch.fx.Interpreter):
     """Run an operation on arrays, or a Python function on numbers."""
     args, kwargs = _plain(tuple(args)), _plain(dict(kwargs))
     if isinstance(target, torch_compat.HigherOrderOperator):
-      return higher_order.on_arrays(target)(self._inner_function, *args, **kwargs)
+
+      def inner_function(graph_module) -> Callable:
+        return JaxInterpreter(graph_module, self.logs, site_of(self.node)).run
+
+      return higher_order.on_arrays(target)(inner_function, *args, **kwargs)
     if not isinstance(target, torch_compat.OpOverload):
       return self._call_on_sizes(target, args, kwargs)
     if target in strided.STRIDED:
@@ -129,10 +136,6 @@ class JaxInterpreter(torch.fx.Interpreter):
       with user_code.using_node_source(source_line(self.node)):
         return run_operation(target, args, kwargs)
     return run_operation(target, args, kwargs)
-
-  def _inner_function(self, graph_module) -> Callable:
-    """Return an inner graph, such as a branch, as a function of arrays."""
-    return JaxInterpreter(graph_module, self.logs, site_of(self.node)).run
 
   def _call_on_sizes(self, function, args, kwargs):
     """Run a Python function of sizes; None if it is inconclusive but only asserted."""
@@ -159,12 +162,6 @@ def _data_dependent(node: torch.fx.Node) -> DataDependentError:
     "(`torch.nonzero_static`, `torch.where`), or call the function without "
     f"`jax.jit`.{where(node)}"
   )
-
-
-def _is_inconclusive(error: Exception) -> bool:
-  """Return True for an inconclusive comparison or a hash of symbolic sizes."""
-  is_unhashable = isinstance(error, TypeError) and "unhashable" in str(error)
-  return is_unhashable or isinstance(error, InconclusiveDimensionOperation)
 
 
 def _needs_sizes(node: torch.fx.Node) -> OperatorNotFound:

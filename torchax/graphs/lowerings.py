@@ -65,14 +65,12 @@ ON_ARRAYS: dict = {
 ASSERTIONS = frozenset(op for op, f in ON_ARRAYS.items() if f is _assert_scalar)
 
 
-def _sym_float(value):
-  return float(value) if isinstance(value, int | float) else jnp.asarray(value, float)
-
-
 NUMBERS: dict = {
   torch.sym_max: jax.core.max_dim,
   torch.sym_min: jax.core.min_dim,
-  torch.sym_float: _sym_float,
+  torch.sym_float: lambda value: (
+    float(value) if isinstance(value, int | float) else jnp.asarray(value, float)
+  ),
 }
 
 # Views -------------------------------------------------------------------------------

@@ -14,8 +14,7 @@ import torch
 from torchax.compat import torch_compat
 from torchax.core.tracebacks import hide_library_frames
 from torchax.interop import JittableModule, jax_jit
-from torchax.interop.module_hooks import Hooks, with_hooks
-from torchax.interop.wrapper import ModuleWrapper
+from torchax.interop.wrapper import Hooks, ModuleWrapper, with_hooks
 from torchax.types import P, R
 
 M = TypeVar("M", bound=torch.nn.Module)

@@ -110,8 +110,9 @@ def _jit_composite_impl(
     named = _named(bound, signature)
     arrays, static = {}, {}
     for name, value in named.items():
-      is_static = not _holds_arrays(value)
-      (static if is_static else arrays)[name] = value
+      leaves = jax.tree.leaves(value)
+      has_arrays = any(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves)
+      (arrays if has_arrays else static)[name] = value
     attributes = {k: v for k, v in static.items() if _is_attribute(v)}
 
     def decomposition(arrays, **_):
@@ -173,11 +174,6 @@ def _transformable(composite, decomposition, attributes) -> Callable:
     return jax.jvp(decomposition, primals, tangents)
 
   return call
-
-
-def _holds_arrays(value) -> bool:
-  leaves = jax.tree.leaves(value)
-  return any(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves)
 
 
 def _is_attribute(value) -> bool:

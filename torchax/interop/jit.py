@@ -30,13 +30,12 @@ from torchax.rng import NewOperands, current
 from torchax.tensor import Tensor, new_tensor
 from torchax.tracing import (
   autograd_bridge,
-  environments,
   program_keys,
   static_arguments,
 )
 from torchax.tracing.conversions import arrays_of, tensors_of
 from torchax.tracing.recorded_calls import RecordedCall, bases_of
-from torchax.tracing.specialization import ORDINARY
+from torchax.tracing.specialization import ORDINARY, with_environments
 from torchax.tracing.trace import Options, Traced
 from torchax.types import P, R
 from torchax.view import View
@@ -250,13 +249,13 @@ class Jitted(Generic[P, R]):
         if applies_effects:
           effects.assign(assigned)
         if effects.environments:
-          out = environments.with_environments(out, effects.environments)
+          out = with_environments(out, effects.environments)
         return tensors_of(out)
       if applies_effects and effects.targets:
         effects.assign(grad_mode.stop_gradients(effects.assigned))
       if effects.environments:
-        out = grad_mode.stop_gradients(out)
-        return tensors_of(environments.with_environments(out, effects.environments))
+        out = with_environments(grad_mode.stop_gradients(out), effects.environments)
+        return tensors_of(out)
     if type(out) is jax_compat.ArrayImpl:  # typed keys have another class
       return new_tensor(out, self._env)
     return tensors_of(grad_mode.stop_gradients(out))

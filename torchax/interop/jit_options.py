@@ -11,7 +11,8 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypedDict
 
-from torchax.tracing.function_names import signature_of
+from torchax.compat import user_code
+from torchax.compat.user_code import signature_of
 
 ArgNums = int | Sequence[int] | None
 ArgNames = str | Iterable[str] | None
@@ -192,16 +193,6 @@ def _keys(kind: str) -> tuple[str, str]:
   return f"{kind}_argnums", f"{kind}_argnames"
 
 
-_POSITIONAL = (
-  inspect.Parameter.POSITIONAL_ONLY,
-  inspect.Parameter.POSITIONAL_OR_KEYWORD,
-)
-
-
-def _positional(signature: inspect.Signature) -> list[inspect.Parameter]:
-  return [p for p in signature.parameters.values() if p.kind in _POSITIONAL]
-
-
 def _takes(signature: inspect.Signature, kind) -> bool:
   return any(parameter.kind is kind for parameter in signature.parameters.values())
 
@@ -210,7 +201,7 @@ def _numbers_and_names(
   signature: inspect.Signature, numbers: ArgNums, names: ArgNames
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
   """Derive the numbers from the names, or the reverse; keep both if both are given."""
-  positional = _positional(signature)
+  positional = user_code.positional(signature)
   if isinstance(numbers, int):
     numbers = (numbers,)
   if isinstance(names, str):
@@ -236,7 +227,7 @@ def _check_arguments(
   numbers_key, numbers = by_number
   names_key, names = by_name
   user = getattr(function, "__name__", type(function).__name__)
-  positional = _positional(signature)
+  positional = user_code.positional(signature)
   count = len(positional)
   if not _takes(signature, inspect.Parameter.VAR_POSITIONAL):
     wrong = [number for number in numbers if not -count <= number < count]

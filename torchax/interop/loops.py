@@ -20,6 +20,7 @@ import torch
 from jax import lax
 
 from torchax.compat import jax_compat
+from torchax.compat.user_code import location_of, name_of
 from torchax.core.partitions import is_tensor
 from torchax.core.tracebacks import hide_library_frames
 from torchax.errors import RngError
@@ -27,7 +28,6 @@ from torchax.interop import mismatches
 from torchax.interop.jit import Jitted
 from torchax.rng import Advance, fold_in, stream_operands
 from torchax.tensor import Tensor
-from torchax.tracing.function_names import location_of, name_of
 from torchax.tracing.transform import Transformed
 from torchax.types import R
 

@@ -16,13 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from torchax.compat.user_code import name_of
 from torchax.core import explicit_axes
 from torchax.core.tracebacks import hide_library_frames
 from torchax.errors import RngError
 from torchax.interop.jit_options import ShardMapOptions, merge
 from torchax.rng import Advance, stream_operands
 from torchax.rng.ledger import as_child_draws
-from torchax.tracing.function_names import name_of
 from torchax.tracing.transform import Transformed
 from torchax.types import P, R
 

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from torchax.compat.user_code import name_of
 from torchax.core import mappings
-from torchax.tracing.function_names import name_of
 
 
 @contextlib.contextmanager

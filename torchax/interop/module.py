@@ -17,9 +17,8 @@ from torchax.core.tracebacks import hide, hide_library_frames
 from torchax.environment import Environment, default_env
 from torchax.interop.jit import Jitted
 from torchax.interop.jit_options import for_method
-from torchax.interop.module_hooks import with_hooks
 from torchax.interop.views import jax_view
-from torchax.interop.wrapper import ModuleWrapper
+from torchax.interop.wrapper import ModuleWrapper, with_hooks
 
 
 def extract_all_buffers(
@@ -204,8 +203,8 @@ class JittableModule(ModuleWrapper):
     self._take_changes()
 
   def _read_params(self) -> dict[str, torch.Tensor]:
-    duplicates = not self._dedup_parameters
-    return dict(self._model.named_parameters(remove_duplicate=not duplicates))
+    is_unique = self._dedup_parameters
+    return dict(self._model.named_parameters(remove_duplicate=is_unique))
 
   def _read_buffers(self) -> dict[str, torch.Tensor]:
     found = extract_all_buffers(self._model)[1]
@@ -336,12 +335,7 @@ class JittableModule(ModuleWrapper):
     """
     try:
       self._take_changes()
-      jitted = self.jitted(method_name)
-      try:
-        return jitted.call(None, args, kwargs)
-      except (TypeError, ValueError, RuntimeError) as error:
-        jitted.reword(error, args, kwargs)
-        raise
+      return self.jitted(method_name)(*args, **kwargs)
     except Exception as error:
       hide(error)
       raise

@@ -15,6 +15,7 @@ import torch
 from torch.utils import checkpoint as torch_checkpoint
 
 from torchax.compat import jax_compat
+from torchax.compat.user_code import name_of
 from torchax.core import grad_mode
 from torchax.core.tracebacks import hide_library_frames
 from torchax.environment import default_env
@@ -30,7 +31,6 @@ from torchax.rng import Advance
 from torchax.tensor import Tensor
 from torchax.tracing.conversions import tensors_of
 from torchax.tracing.effects import Effects
-from torchax.tracing.function_names import name_of
 from torchax.tracing.trace import Options, Traced
 from torchax.tracing.transform import Transformed
 from torchax.types import P, R
@@ -174,15 +174,15 @@ def _checkpointed_by_torch(function: Callable, args, kwargs):
   if not torch.is_grad_enabled():
     with default_env():
       return function(*args, **kwargs)
+
+  def contexts():
+    """Return the contexts for the forward pass and for the recomputation."""
+    return contextlib.nullcontext(), default_env()
+
   with default_env():
     return torch_checkpoint.checkpoint(
-      function, *args, use_reentrant=False, context_fn=_contexts, **kwargs
+      function, *args, use_reentrant=False, context_fn=contexts, **kwargs
     )
-
-
-def _contexts():
-  """Return the contexts for the forward pass and for the recomputation."""
-  return contextlib.nullcontext(), default_env()
 
 
 def _numbers(argnums, count: int) -> frozenset[int]:

@@ -17,6 +17,7 @@ import torch
 
 from torchax import rng
 from torchax.compat import jax_compat
+from torchax.compat.user_code import name_of
 from torchax.core import grad_mode, mappings
 from torchax.core.boundary import Boundary
 from torchax.core.partitions import Partition, is_tensor
@@ -26,8 +27,7 @@ from torchax.environment import default_env
 from torchax.errors import MixedDeviceError, MutationError
 from torchax.interop.jit_options import signature_of
 from torchax.tensor import Tensor, new_tensor
-from torchax.tracing import pytrees
-from torchax.tracing.function_names import name_of
+from torchax.tracing.conversions import adopt
 from torchax.types import JaxCallable, JaxValue, R, TorchCallable, TorchValue
 
 K = TypeVar("K")
@@ -43,7 +43,7 @@ def _jax_view(t: TorchValue) -> JaxValue:
     )
   if isinstance(t, torch.dtype):
     return mappings.t2j_dtype(t)
-  if pytrees.adopt(t):
+  if adopt(t):
     return jax_view(t)
   if callable(t) and not isinstance(t, type):
     return JaxFunction(t)

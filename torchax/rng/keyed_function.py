@@ -15,7 +15,7 @@ its end, is discarded, and is repeated with all operands it needs (`NewOperands`
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -164,11 +164,9 @@ class KeyedFunction:
         "one generator for ever. Make it outside of the function."
       )
 
-  @contextlib.contextmanager
-  def replay(self, values: Values) -> Iterator[None]:
+  def replay(self, values: Values) -> contextlib.AbstractContextManager[None]:
     """Replay in the block the draws of the call that had `values`; advance nothing."""
-    with scope.drawing_from(StreamOperands(self.operands, values)):
-      yield
+    return scope.drawing_from(StreamOperands(self.operands, values))
 
   def values(self, times: int = 1) -> Values:
     """Return the positions of the caller's streams, for `times` runs of the function.

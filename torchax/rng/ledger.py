@@ -13,6 +13,7 @@ import collections
 import contextlib
 import dataclasses
 import itertools
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
@@ -21,10 +22,10 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from torchax.compat import jax_compat, user_code
+from torchax.compat import extras, jax_compat, user_code
 from torchax.compat.torch_compat import active_functions
 from torchax.errors import RngError
-from torchax.rng import ledger_plot, paths
+from torchax.rng import paths
 from torchax.rng import state as rng_state
 from torchax.rng.counter import DrawOperands
 
@@ -235,7 +236,26 @@ class Ledger:
     Raises:
       ImportError: matplotlib is not installed.
     """
-    return ledger_plot.plot(self, ax)
+    rows = [draw.site or draw.line.rpartition("/")[2] or draw.op for draw in self]
+    heights = {name: height for height, name in enumerate(dict.fromkeys(rows))}
+    ax = ax or plot_axes(len(rows), 1.5 + 0.3 * len(heights))
+    kinds = [draw.distribution.partition("(")[0] for draw in self]
+    for number, kind in enumerate(dict.fromkeys(kinds)):
+      chosen = [n for n, found in enumerate(kinds) if found == kind]
+      ax.scatter(
+        chosen,
+        [heights[rows[n]] for n in chosen],
+        s=[marker_area(self[n]) for n in chosen],
+        color=f"C{number}",
+        label=kind or "key",
+      )
+    for group in self.duplicates():
+      shared = [n for n, draw in enumerate(self) if draw in group]
+      shared_heights = [heights[rows[n]] for n in shared]
+      ax.plot(shared, shared_heights, color="red", zorder=0, label="one key")
+    ax.set_yticks(range(len(heights)), list(heights))
+    ax.margins(y=0.1 + 0.4 / max(len(heights), 1))
+    return finish_plot(ax)
 
   def __str__(self):
     rows = [[str(value) for value in row.values()] for row in self.rows()]
@@ -457,3 +477,28 @@ def _with_key(draw: Draw, operands) -> Draw:
 def join(prefix: str, path: str) -> str:
   """Join two paths of sites."""
   return f"{prefix}.{path}" if prefix and path else prefix or path
+
+
+# Plots --------------------------------------------------------------------------------
+
+
+def plot_axes(draws: int, height: float):
+  pyplot = extras.load("matplotlib.pyplot", "The picture of a ledger")
+  size = (min(16, 4 + 0.25 * draws), height)
+  return pyplot.subplots(figsize=size, layout="constrained")[1]
+
+
+def marker_area(draw) -> float:
+  """Return a marker area in square points, logarithmic in the numbers drawn."""
+  return 25 + 12 * math.log10(1 + math.prod(draw.shape))
+
+
+def finish_plot(ax):
+  ticker = extras.load("matplotlib.ticker", "The picture of a ledger")
+  ax.invert_yaxis()
+  ax.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
+  ax.set_xlabel("draw")
+  labels = dict(zip(*ax.get_legend_handles_labels()[::-1]))
+  if labels:
+    ax.legend(labels.values(), labels, loc="upper left", bbox_to_anchor=(1.01, 1))
+  return ax

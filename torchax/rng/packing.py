@@ -18,8 +18,7 @@ from torchax.compat.torch_compat import active_functions
 from torchax.errors import TracedDrawError
 from torchax.rng import ledger, scope
 from torchax.rng import state as rng_state
-from torchax.rng.counter import Counter
-from torchax.rng.sites import SiteCounter
+from torchax.rng.counter import Counter, SiteCounter
 from torchax.rng.state import RngState
 from torchax.rng.stream import RngStream
 

@@ -58,11 +58,15 @@ def path(replayed: Replay | None = None, from_boundary: bool = False) -> str:
 
   With `from_boundary` omit modules outside of the innermost boundary.
   """
-  call = innermost()
-  if replayed is not None and _is_going_on(replayed, call):
-    modules = [*replayed.modules, *_modules(call, replayed.call)]
-  else:
-    modules = _modules(call)
+  call = enclosing = innermost()
+  modules = None
+  if replayed is not None:
+    while enclosing is not None and enclosing is not replayed.call:
+      enclosing = enclosing[1]
+    # The call that encloses the replay still runs, in a backward pass.
+    if enclosing is replayed.call and torch_compat.in_backward():
+      modules = [*replayed.modules, *_modules(call, replayed.call)]
+  modules = _modules(call) if modules is None else modules
   names: list[str] = []
   parent = None
   for module in modules:
@@ -77,13 +81,6 @@ def path(replayed: Replay | None = None, from_boundary: bool = False) -> str:
         names.append(_name_in(parent, module) or type(module).__name__)
       parent = module
   return ".".join(names)
-
-
-def _is_going_on(replayed: Replay, call: Call | None) -> bool:
-  """Return True if the call that encloses a replay still runs, in a backward pass."""
-  while call is not None and call is not replayed.call:
-    call = call[1]
-  return call is replayed.call and torch_compat.in_backward()
 
 
 # Module -> {id of an inner module: (path or None, weak reference to the inner module)}.

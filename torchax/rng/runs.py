@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from torchax.rng import ledger_plot
-from torchax.rng.ledger import Draw, Explainer
+from torchax.rng.ledger import Draw, Explainer, finish_plot, marker_area, plot_axes
 
 # Compared in this order, most informative first.
 _FIELDS = ("key", "site", "shape", "distribution", "dtype", "op")
@@ -69,7 +68,21 @@ class Difference:
     Raises:
       ImportError: matplotlib is not installed.
     """
-    return ledger_plot.plot_difference(self, ax)
+    longest = max(map(len, self.draws))
+    ax = ax or plot_axes(longest, 2.6)
+    for height, draws in enumerate(self.draws):
+      for is_equal, color in ((True, "C0"), (False, "C3")):
+        chosen = [n for n in range(len(draws)) if (n < self.place) == is_equal]
+        areas = [marker_area(draws[n]) for n in chosen]
+        label = "the same" if is_equal else "after they part"
+        ax.scatter(chosen, [height] * len(chosen), s=areas, color=color, label=label)
+    ax.axvline(self.place - 0.5, color="red", linestyle="--")
+    reason = ", ".join(self.fields) or "one run ends"
+    ax.set_title(f"draw {self.place}: {reason}", loc="left", fontsize="medium")
+    ax.set_yticks([0, 1], ["first run", "second run"])
+    ax.set_xlim(-0.8, longest - 0.2)
+    ax.margins(y=0.5)
+    return finish_plot(ax)
 
 
 def diff(first: Sequence[Draw], second: Sequence[Draw]) -> Difference | None:

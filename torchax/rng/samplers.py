@@ -144,7 +144,10 @@ def exponential(key, shape, dtype, rate=1.0) -> jax.Array:
   """
   wide = _wide(dtype)
   drawn = standard_exponential(key, shape, wide) / jnp.asarray(rate, wide)
-  return jnp.maximum(drawn.astype(dtype), _least(dtype))
+  limits = jnp.finfo(dtype)
+  # The smallest positive number that is not flushed to 0; float16 uses float32.
+  least = limits.smallest_subnormal if dtype == jnp.float16 else limits.tiny
+  return jnp.maximum(drawn.astype(dtype), least)
 
 
 @with_unrolled_key
@@ -166,7 +169,13 @@ def geometric(key, shape, dtype, p) -> jax.Array:
   wide = _wide(dtype) if is_float else jnp.result_type(float)
   rate = -jnp.log1p(-jnp.asarray(p, wide))
   trials = jnp.maximum(jnp.ceil(standard_exponential(key, shape, wide) / rate), 1)
-  return (trials if is_float else jnp.minimum(trials, _most(dtype, wide))).astype(dtype)
+  if not is_float:
+    # The largest integer of the dtype that is exact in the float dtype.
+    limit = jnp.iinfo(dtype).max
+    most = np.asarray(limit, wide)
+    most = most if int(most) <= limit else np.nextafter(most, np.asarray(0, wide))
+    trials = jnp.minimum(trials, most)
+  return trials.astype(dtype)
 
 
 @with_unrolled_key
@@ -256,19 +265,6 @@ def _wide(dtype):
 
 def _real_dtype(dtype):
   return jnp.finfo(dtype).dtype
-
-
-def _most(dtype, wide):
-  """Return the largest integer of a dtype that is exact in a float dtype."""
-  most = jnp.iinfo(dtype).max
-  rounded = np.asarray(most, wide)
-  return rounded if int(rounded) <= most else np.nextafter(rounded, np.asarray(0, wide))
-
-
-def _least(dtype):
-  """Return the smallest positive number not flushed to 0; float16 uses float32."""
-  limits = jnp.finfo(dtype)
-  return limits.smallest_subnormal if dtype == jnp.float16 else limits.tiny
 
 
 def _widest():

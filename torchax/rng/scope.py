@@ -181,7 +181,9 @@ def rng_scope(value: Any, owner: Streams | None = None) -> Iterator[RngStream]:
   owner = owner or streams_on()
   outer = current(owner)
   owned = not isinstance(value, RngStream)
-  stream = RngStream(_new_state(value, owner), "scope") if owned else value
+  if owned and not isinstance(value, RngState):
+    value = owner.addressed(rng_state.as_state(value, owner.impl))
+  stream = RngStream(value, "scope") if owned else value
   if stream.log is None:
     stream.log = outer.log
   # Outside of the scope calls of modules are not followed, so paths start at it.
@@ -245,12 +247,6 @@ def using_enclosing() -> Iterator[None]:
       "The backward pass of a compiled function draws numbers of its own. Draw them in "
       "the forward pass, or differentiate inside of the compiled function."
     )
-
-
-def _new_state(value, owner: Streams) -> RngState:
-  if isinstance(value, RngState):
-    return value
-  return owner.addressed(rng_state.as_state(value, owner.impl))
 
 
 def manual_seed(

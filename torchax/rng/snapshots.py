@@ -37,7 +37,9 @@ def snapshot() -> torch.Tensor:
   # A checkpoint that restores the state recomputes inside the current modules.
   stream = None if is_unopened(first) else current(first)
   if stream is not None and stream.by_site and not stream.is_traced:
-    _keep_modules(tensor, paths.here())
+    key, modules = id(tensor), paths.here()
+    reference = weakref.ref(tensor, lambda _: _modules_of.pop(key, None))
+    _modules_of[key] = reference, [m if m is None else weakref.ref(m) for m in modules]
   return tensor
 
 
@@ -59,12 +61,6 @@ def is_unopened(owner: Streams) -> bool:
 # Identity of a state tensor -> weak references to it, and to the modules that ran when
 # it was saved; None is a boundary.
 _modules_of: dict[int, tuple] = {}
-
-
-def _keep_modules(state: torch.Tensor, modules: tuple) -> None:
-  key = id(state)
-  reference = weakref.ref(state, lambda _: _modules_of.pop(key, None))
-  _modules_of[key] = reference, [m if m is None else weakref.ref(m) for m in modules]
 
 
 def _find_modules(state: torch.Tensor) -> tuple | None:

@@ -1,23 +1,31 @@
 """Stream of draws: the only mutable holder of a random state.
 
 A draw advances a counter in Python; samplers derive its key by `fold_in`. `scope.py`
-returns the current stream; `sites.py` addresses draws by site.
+returns the current stream; `counter.py` addresses draws by site.
 """
 
 import contextlib
 import copy
 import threading
+import weakref
 
 import jax
 
 from torchax.compat import jax_compat
-from torchax.rng import ledger, ownership, sites
+from torchax.errors import ClosedScopeError, TracedDrawError
+from torchax.rng import ledger
 from torchax.rng import state as rng_state
-from torchax.rng.counter import Counter, DrawOperands
+from torchax.rng.counter import Counter, DrawOperands, counter_of
 from torchax.rng.state import RngState
 
 FREE = contextlib.nullcontext()
 """Lock of a stream that only one thread draws from."""
+
+
+def _owner_here() -> weakref.ref | None:
+  """Return a weak reference to the current trace; None on the host."""
+  trace = jax_compat.draw_owner()
+  return None if trace is None else weakref.ref(trace)
 
 
 class RngStream:
@@ -50,13 +58,13 @@ class RngStream:
   """
 
   def __init__(self, state: RngState, label: str = ""):
-    self.counter: Counter = sites.counter_of(state)
+    self.counter: Counter = counter_of(state)
     self.draws = 0
     self.reseeded = False
     self.label = label
     self.log: list | None = None
     self.environment: int | None = None
-    self.owner = ownership.owner_here()
+    self.owner = _owner_here()
     self.lock: contextlib.AbstractContextManager = threading.RLock()
     self.marks: dict[int, tuple] = {}
     self._is_closed = False
@@ -170,7 +178,7 @@ class RngStream:
     RngState(threefry2x32, key=0:8, count=0)
     """
     self.check("a re-seed")
-    counter = sites.counter_of(state)
+    counter = counter_of(state)
     counter.replayed, self.counter = self.counter.replayed, counter
     self.reseeded = True
 
@@ -190,7 +198,7 @@ class RngStream:
     """Return a copy for a trace nested in the owner, with the marks made so far."""
     inner = copy.copy(self)
     inner.counter, inner.marks = self.counter.copy(), dict(self.marks)
-    inner.owner, inner.lock = ownership.owner_here(), FREE
+    inner.owner, inner.lock = _owner_here(), FREE
     return inner
 
   def close(self) -> None:
@@ -200,7 +208,39 @@ class RngStream:
   def check(self, name: str) -> None:
     """Raise unless `name` may use this stream in the current trace."""
     if self._is_closed or self.owner is not None or not jax_compat.is_top_level():
-      ownership.require(self.owner, self._is_closed, name)
+      _require_owner(self.owner, self._is_closed, name)
 
   def __repr__(self):
     return f"RngStream({self.state!r}{', closed' if self._is_closed else ''})"
+
+
+def _require_owner(owner: weakref.ref | None, is_closed: bool, name: str) -> None:
+  """Raise unless operation `name` may use a stream of `owner` in the current trace."""
+  if is_closed:
+    raise ClosedScopeError(
+      f"{name} used a random stream after its scope had closed. Draw inside the "
+      "`with env.rng_scope(...)` block, or take `env.rng` anew for the current "
+      "stream."
+    )
+  trace = jax_compat.draw_owner()
+  if trace is (None if owner is None else owner()):
+    return
+  if trace is None:
+    raise ClosedScopeError(
+      f"{name} used the stream of a compiled function outside of that function."
+    )
+  if jax_compat.is_batching(trace):
+    raise TracedDrawError(
+      f"{name} inside a raw `jax.vmap` would give every row the same numbers. Say "
+      'what rows draw: `torchax.interop.jax_vmap(f, randomness="different")` or '
+      '"same"; or give each row its key: `jax.vmap(lambda key, x: jax_view(f)(x, '
+      "rng=key))(keys, x)`, with `keys = jax.random.split(key, rows)`."
+    )
+  raise TracedDrawError(
+    f"{name} inside a raw JAX transformation ({type(trace).__name__}) would bake its "
+    "key into the traced function and repeat the same numbers. Carry the key as an "
+    "operand instead: (1) use the wrapper in torchax.interop (jax_jit, "
+    "gradient_checkpoint, scan, cond, …) in place of the raw JAX transformation; "
+    "(2) pass the key: `jax_view(f)(..., rng=key)`, with `key` an argument of the "
+    "transformed function; or (3) draw inside `with env.rng_scope(key):`."
+  )

@@ -22,9 +22,9 @@ from torchax.errors import RngError
 from torchax.rng import generator as generators
 from torchax.rng import ledger, scope
 from torchax.rng import state as rng_state
+from torchax.rng.counter import SiteCounter
 from torchax.rng.environment_streams import Streams
 from torchax.rng.ledger import Repeated
-from torchax.rng.sites import SiteCounter
 from torchax.rng.state import RngState, is_typed_key
 from torchax.rng.stream import FREE, RngStream
 

@@ -9,20 +9,23 @@ send to each other, tensors are on jax.
 object can therefore be CPU memory for `torch.save` and jax memory for `pickle`.
 """
 
+import pickle
 import re
+import sys
 import weakref
+import zipfile
 from collections.abc import Callable
 
 import jax
 import numpy as np
 import torch
 
-from torchax.compat import torch_compat
+from torchax.compat import jax_compat, torch_compat
 from torchax.core import mappings
 from torchax.core.chains import WHOLE
 from torchax.core.error_messages import no_numbers
 from torchax.core.storage import Storage
-from torchax.core.view_steps import ConjugateInfo, NegateInfo
+from torchax.core.view_steps import ConjugateInfo, NegateInfo, contiguous_strides
 from torchax.devices import placement
 from torchax.saving.untyped_storage import UntypedStorage, bytes_of
 
@@ -78,7 +81,7 @@ def _file_parts(tensor) -> tuple:
     layout = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
     return _typed_storage(storage, dtype), tensor, layout, device_mark | _marks(tensor)
   storage = UntypedStorage.of(Storage(tensor.jax()))
-  layout = (0, tuple(tensor.shape), _contiguous(tensor.shape))
+  layout = (0, tuple(tensor.shape), tuple(contiguous_strides(tensor.shape)))
   return _typed_storage(storage, dtype), tensor, layout, device_mark
 
 
@@ -121,13 +124,6 @@ def _is_strided(tensor) -> bool:
   return view.tobytes() == np.asarray(tensor.jax()).tobytes()
 
 
-def _contiguous(shape) -> tuple[int, ...]:
-  strides = [1]
-  for length in reversed(shape[1:]):
-    strides.append(strides[-1] * max(1, length))
-  return tuple(reversed(strides)) if shape else ()
-
-
 def _marks(tensor) -> dict[str, bool]:
   marks = {"conj": tensor.is_conj(), "neg": tensor.is_neg()}
   return {name: True for name, is_set in marks.items() if is_set}
@@ -158,11 +154,6 @@ def _storage_of(content: np.ndarray, dtype: torch.dtype, device: str):
   """Unpickle a storage onto jax. Pickles contain the name of this function."""
   untyped = UntypedStorage.of_bytes(content, placement.checked_index(device))
   return torch_compat.typed_storage(untyped, dtype)
-
-
-def _tag(storage) -> str | None:
-  """Return "cpu", which every process has, as the location of jax storages in files."""
-  return "cpu" if isinstance(storage, UntypedStorage) else None
 
 
 def _to_jax(storage: torch.UntypedStorage, device: torch.device) -> UntypedStorage:
@@ -244,7 +235,52 @@ def register(cls: type, is_jax: Callable[[str], bool]) -> None:
       _restore_on_jax(tensor, device, metadata)
     return device is not None
 
-  torch.serialization.register_package(_PRIORITY, _tag, restore)
+  def tag(storage) -> str | None:
+    """Return "cpu", which every process has, as the location of jax storages."""
+    return "cpu" if isinstance(storage, UntypedStorage) else None
+
+  torch.serialization.register_package(_PRIORITY, tag, restore)
   torch_compat.watch_marks(mark)
   torch_compat.watch_moves_of_storages(_to_jax)
   torch_compat.watch_late_reads()
+
+
+# States, loaded without running code of the file --------------------------------------
+
+_SCALARS = tuple(mappings.NUMPY_UNSUPPORTED_DTYPES.values())
+# Classes and functions in pickles of arrays.
+_ARRAY_PARTS = (
+  *(np.ndarray, np.dtype, np.zeros(0).__reduce__()[0], *_SCALARS),
+  *filter(None, (jax_compat.rebuilt_array,)),
+  *{type(np.dtype(dtype)) for dtype in mappings.JAX_DTYPE_TO_TORCH if dtype},
+)
+
+
+def load_state(path):
+  """Load the state in a file, with its tensors on jax.
+
+  The file may hold arrays of numpy and JAX, and named tuples of imported modules.
+
+  Raises:
+    UnpicklingError: the file holds other objects.
+  """
+  try:
+    return torch.load(path, map_location="jax", weights_only=True)
+  except pickle.UnpicklingError:
+    if not zipfile.is_zipfile(path):
+      raise
+  names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+  allowed = [*_ARRAY_PARTS, *filter(_is_tuple_class, map(_imported, names))]
+  with torch.serialization.safe_globals(allowed):
+    return torch.load(path, map_location="jax", weights_only=True)
+
+
+def _imported(name: str):
+  """Return the object of that name if its module is imported, else None."""
+  module, _, attribute = name.rpartition(".")
+  return getattr(sys.modules.get(module), attribute, None)
+
+
+def _is_tuple_class(found) -> bool:
+  is_tuple = isinstance(found, type) and issubclass(found, tuple)
+  return is_tuple and hasattr(found, "_fields")

@@ -1,16 +1,26 @@
-"""Conversion of trees of tensors to trees of arrays, and back, for traced functions."""
+"""Conversion of trees of tensors to trees of arrays, and back, for traced functions.
 
+Libraries register classes of containers with torch and not with JAX, for example the
+results of a `transformers` model. Compiled functions take and return them as a
+`Container`. So their own class is built from tensors only, and never sees JAX's
+placeholders, which it may reject. `adopt` registers a class with JAX where JAX code
+sees the result itself. `static_arguments.py` boxes and unboxes containers.
+"""
+
+import functools
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import torch
+from torch.utils import _pytree as torch_pytree
 
 from torchax import rng
 from torchax.core.partitions import is_tensor
 from torchax.core.static_values import StaticValue
 from torchax.environment import default_env
 from torchax.tensor import Tensor, new_tensor
-from torchax.tracing import pytrees
 
 
 def _register_return_types() -> None:
@@ -24,6 +34,88 @@ def _register_return_types() -> None:
 _register_return_types()
 
 
+_adopting = threading.Lock()
+_adopted: set[type] = set()
+
+
+class _Context:
+  """Hashable wrapper of torch's context of a container, as JAX requires."""
+
+  __slots__ = ("value",)
+
+  def __init__(self, value: Any):
+    self.value = value
+
+  def __hash__(self):
+    return hash(_Context)  # torch's contexts are often lists: comparable, unhashable
+
+  def __eq__(self, other):
+    return type(other) is _Context and bool(self.value == other.value)
+
+
+@jax.tree_util.register_pytree_node_class
+class Container:
+  """JAX pytree node for a container that torch can flatten.
+
+  Attributes:
+    cls: class of the container.
+    context: torch's context: its data except the children.
+    children: children of the container.
+  """
+
+  __slots__ = ("cls", "context", "children")
+
+  def __init__(self, cls: type, context: _Context, children):
+    self.cls, self.context, self.children = cls, context, children
+
+  def tree_flatten(self):
+    return self.children, (self.cls, self.context)
+
+  @classmethod
+  def tree_unflatten(cls, static, children):
+    return cls(*static, children)
+
+  def unbox(self, convert: Callable) -> Any:
+    """Rebuild the container from the converted children."""
+    node = torch_pytree.SUPPORTED_NODES[self.cls]
+    return node.unflatten_fn(list(map(convert, self.children)), self.context.value)
+
+
+def box_container(leaf, convert: Callable) -> Container | None:
+  """Box a leaf that torch can flatten, with converted children; None for others."""
+  node = torch_pytree.SUPPORTED_NODES.get(type(leaf))
+  if node is None:
+    return None
+  children, context = _flatten(node, leaf)
+  return Container(type(leaf), context, list(map(convert, children)))
+
+
+def adopt(leaf) -> bool:
+  """Register the class of a leaf with JAX; return False if torch cannot flatten it."""
+  cls = type(leaf)
+  node = torch_pytree.SUPPORTED_NODES.get(cls)
+  if node is None:
+    return False
+  with _adopting:
+    if cls not in _adopted:
+      jax.tree_util.register_pytree_node(
+        cls,
+        functools.partial(_flatten, node),
+        lambda context, children: node.unflatten_fn(children, context.value),
+      )
+      _adopted.add(cls)
+  return True
+
+
+def is_adopted(value) -> bool:
+  return type(value) in _adopted
+
+
+def _flatten(node: torch_pytree.NodeDef, value) -> tuple[list, _Context]:
+  children, context = node.flatten_fn(value)
+  return children, _Context(context)
+
+
 def tensors_of(tree) -> Any:
   """Convert the arrays in a tree to tensors; unbox constants and containers.
 
@@ -32,7 +124,7 @@ def tensors_of(tree) -> Any:
   return jax.tree.map(_tensor_of, tree, is_leaf=lambda v: isinstance(v, _LEAVES))
 
 
-_LEAVES = (torch.Tensor, pytrees.Container, StaticValue)
+_LEAVES = (torch.Tensor, Container, StaticValue)
 
 
 def _tensor_of(leaf):
@@ -40,7 +132,7 @@ def _tensor_of(leaf):
     return new_tensor(leaf, default_env())
   if type(leaf) is StaticValue:
     return leaf.value
-  return leaf.unbox(tensors_of) if type(leaf) is pytrees.Container else leaf
+  return leaf.unbox(tensors_of) if type(leaf) is Container else leaf
 
 
 def arrays_of(tree) -> Any:

@@ -12,7 +12,6 @@ error, since a compiled function would count only while it is traced.
 import contextlib
 import functools
 import itertools
-import operator
 import weakref
 from collections.abc import Callable, Iterator
 
@@ -24,13 +23,14 @@ from torch.optim.optimizer import (
 )
 
 from torchax.compat import torch_compat
+from torchax.compat.patches import WhileNeeded
 from torchax.core.host_numbers import Entry, HostNumber
 from torchax.core.static_values import Identity, describe_value, key_of
 from torchax.core.storage import active
-from torchax.core.while_needed import WhileNeeded
 from torchax.errors import TracedStateError
 from torchax.tensor import Tensor
 from torchax.tracing import optimizer_state
+from torchax.tracing.modules import is_same
 
 
 class OptimizerGuard:
@@ -62,7 +62,7 @@ class OptimizerGuard:
     values = list(
       itertools.chain.from_iterable(map(dict.values, optimizer.param_groups))
     )
-    if not _are_same(values, self._known):
+    if not is_same((values, self._known)):
       self._known = values
       self._kinds = tuple(
         [(name, _kind(v)) for g in optimizer.param_groups for name, v in g.items()]
@@ -103,14 +103,10 @@ class OptimizerGuard:
       return False
     tables = [table for table in optimizer.state.values() if isinstance(table, dict)]
     state = list(itertools.chain.from_iterable(map(dict.values, tables)))
-    if _are_same(state, self._state):
+    if is_same((state, self._state)):
       return False
     self._state = state
     return True
-
-
-def _are_same(values: list, known: list) -> bool:
-  return len(values) == len(known) and all(map(operator.is_, values, known))
 
 
 def _kind(value):

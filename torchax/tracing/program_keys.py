@@ -1,19 +1,34 @@
-"""Cache keys of programs as text, for `History` and `torchax.explain`."""
+"""Cache keys of programs as text, and the reasons for recompilations that they show.
 
-import inspect
+`TORCHAX_LOGS=recompiles` logs each reason (`torchax/logs.py`); `torchax.explain` shows
+the last one and the key.
+"""
+
 import itertools
+import logging
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import torch
 
+from torchax import logs
+from torchax.compat.user_code import name_of, positional, signature_of
 from torchax.core.static_values import StaticValue, describe_value
 from torchax.tensor import Tensor
-from torchax.tracing.function_names import name_of, signature_of
-from torchax.tracing.history import ProgramKey
 from torchax.tracing.specialization import is_trained
 from torchax.tracing.static_arguments import BoxedGenerator
+
+logger = logging.getLogger("torchax.recompiles")
+
+# Number of earlier traces that a new one is compared with.
+MOST_TRACES = 8
+
+# Text of each static value and guard of a program, by name.
+ProgramKey = dict[str, str]
+
+_ABSENT = "not there"
 
 
 def key_of_call(
@@ -91,20 +106,13 @@ def captured_names(traced) -> list[str]:
   ]
 
 
-_POSITIONAL = (
-  inspect.Parameter.POSITIONAL_ONLY,
-  inspect.Parameter.POSITIONAL_OR_KEYWORD,
-)
-
-
 def _parameters(function: Callable) -> list[str]:
   """Return the names of the positional parameters, up to `*args`."""
   owner = getattr(function, "__self__", function)
   if isinstance(owner, torch.nn.Module) and name_of(owner) == name_of(function):
     function = owner.forward
   signature = signature_of(function)
-  parameters = () if signature is None else signature.parameters.values()
-  return [parameter.name for parameter in parameters if parameter.kind in _POSITIONAL]
+  return [] if signature is None else [each.name for each in positional(signature)]
 
 
 def _is_static(leaf) -> bool:
@@ -121,3 +129,53 @@ def describe(leaf) -> str:
   if type(leaf) in (int, float, complex):
     return f"{type(leaf).__name__} number"
   return describe_value(leaf.value if type(leaf) is StaticValue else leaf)
+
+
+class History:
+  """Traces of one function.
+
+  Attributes:
+    count: number of traces.
+    reasons: differences between the last trace and the most similar earlier one.
+  """
+
+  def __init__(self, name: str):
+    self._name = name
+    self.count = 0
+    self.reasons: tuple[str, ...] = ()
+    self._keys: deque[ProgramKey] = deque(maxlen=MOST_TRACES)
+
+  def record(self, key: ProgramKey) -> None:
+    """Add a trace with this key, and log why it was needed."""
+    self.count += 1
+    self.reasons = self._differences(key)
+    self._keys.append(key)
+    if self.count > 1 and logs.is_enabled("recompiles"):
+      reasons = "\n".join([f"  {reason}" for reason in self.reasons])
+      ordinal = _ordinal(self.count)
+      logger.info("%s is compiled for the %s time:\n%s", self._name, ordinal, reasons)
+
+  def _differences(self, key: ProgramKey) -> tuple[str, ...]:
+    if not self._keys:
+      return ()
+    # Among equally similar traces, take the latest.
+    fewest = min(reversed(self._keys), key=lambda before: len(_changes(before, key)))
+    changes = _changes(fewest, key)
+    if not changes:
+      return ("what was compiled for the same was dropped",)
+    return tuple(
+      [
+        f"{name}: {key.get(name, _ABSENT)}, before {fewest.get(name, _ABSENT)}"
+        for name in changes
+      ]
+    )
+
+
+def _ordinal(number: int) -> str:
+  is_teen = number % 100 in (11, 12, 13)
+  ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+  return f"{number}th" if is_teen else f"{number}{ending}"
+
+
+def _changes(before: ProgramKey, now: ProgramKey) -> list[str]:
+  return [name for name in {**now, **before} if before.get(name) != now.get(name)]

@@ -127,7 +127,12 @@ class _Walk:
     for inner in (params.get(key) for key in ("jaxpr", "call_jaxpr", "fun_jaxpr")):
       if inner is not None:
         return self.program(inner, inputs)
-    return self._computed(eqn, inputs)
+    how = (name, str(sorted(map(str, params.items()))))
+    varies, turns = _of(inputs)
+    names = tuple(value.name for value in inputs)
+    return [
+      _Value((how, names, index), varies, turns) for index in range(len(eqn.outvars))
+    ]
 
   def _line(self) -> str:
     """Return the source line of the current equation, or of the closest one around."""
@@ -145,14 +150,6 @@ class _Walk:
     if any(loop not in key.turns for loop in self._loops):
       self._found.append(Fault("turn", (line,)))
     self._uses.setdefault(key.name, []).append(line)
-
-  def _computed(self, eqn, inputs: list[_Value]) -> list[_Value]:
-    how = (eqn.primitive.name, str(sorted(map(str, eqn.params.items()))))
-    varies, turns = _of(inputs)
-    names = tuple(value.name for value in inputs)
-    return [
-      _Value((how, names, index), varies, turns) for index in range(len(eqn.outvars))
-    ]
 
   def _fresh(self, eqn, inputs: list[_Value], loop: Hashable = None) -> list[_Value]:
     self._count += 1

@@ -1,6 +1,6 @@
 """Boxes for arguments and results that are not arrays: generators, flags, containers.
 
-JAX accepts arrays and static values, in registered containers (`pytrees.py`). A
+JAX accepts arrays and static values, in registered containers (`conversions.py`). A
 generator is static by identity; its random state is an operand
 (`rng/keyed_function.py`). Torch functions branch on booleans, strings, dtypes and
 devices, so these are static by value. Wrappers box before a call and unbox after it.
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from torchax.core.static_values import CONSTANTS, StaticValue
-from torchax.tracing import pytrees
+from torchax.tracing.conversions import Container, box_container, is_adopted
 
 
 def require_constant(leaf, name: str) -> None:
@@ -50,7 +50,7 @@ class BoxedGenerator:
 
 _CONSTANTS = frozenset({bool, str, torch.dtype, torch.device})
 _CONSTANT_RESULTS = CONSTANTS - {bool, int, float, complex}
-_KNOWN_RESULTS = (torch.Tensor, jax.Array, np.ndarray, np.generic, pytrees.Container)
+_KNOWN_RESULTS = (torch.Tensor, jax.Array, np.ndarray, np.generic, Container)
 
 
 def box(tree) -> Any:
@@ -60,7 +60,13 @@ def box(tree) -> Any:
 
 def box_arguments(tree) -> Any:
   """Apply `box`, and box flags, strings, dtypes and devices as well."""
-  return jax.tree.map(_box_argument, tree, is_leaf=_is_whole)
+
+  def box_argument(leaf):
+    if type(leaf) in _CONSTANTS:
+      return StaticValue(leaf)
+    return _box_leaf(leaf, box_arguments)
+
+  return jax.tree.map(box_argument, tree, is_leaf=_is_whole)
 
 
 def box_results(tree, name: str) -> Any:
@@ -83,20 +89,14 @@ def box_results(tree, name: str) -> Any:
   return jax.tree.map(box_result, tree, is_leaf=_is_whole)
 
 
-def _box_argument(leaf):
-  if type(leaf) in _CONSTANTS:
-    return StaticValue(leaf)
-  return _box_leaf(leaf, box_arguments)
-
-
 def _box_leaf(leaf, convert=box):
   if isinstance(leaf, torch.Generator):
     return BoxedGenerator(leaf)
-  return pytrees.box(leaf, convert) or leaf
+  return box_container(leaf, convert) or leaf
 
 
 def _is_whole(value) -> bool:
-  return isinstance(value, torch.Tensor) or pytrees.is_adopted(value)
+  return isinstance(value, torch.Tensor) or is_adopted(value)
 
 
 def unbox(tree) -> Any:
@@ -109,7 +109,7 @@ def _unbox_leaf(leaf):
     return leaf.generator
   if type(leaf) is StaticValue:
     return leaf.value
-  return leaf.unbox(unbox) if type(leaf) is pytrees.Container else leaf
+  return leaf.unbox(unbox) if type(leaf) is Container else leaf
 
 
-_BOXED = (BoxedGenerator, StaticValue, pytrees.Container, torch.Tensor)
+_BOXED = (BoxedGenerator, StaticValue, Container, torch.Tensor)

@@ -14,27 +14,28 @@ import contextlib
 import functools
 import itertools
 import operator
+import random
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
+import numpy as np
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from torchax import amp
 from torchax.compat import torch_compat
+from torchax.compat.user_code import location_of, name_of
 from torchax.core.boundary import Boundary
 from torchax.core.partitions import is_tensor
 from torchax.core.storage import active
 from torchax.dispatch import host_operations
 from torchax.environment import default_env
-from torchax.errors import MutationError
+from torchax.errors import MutationError, TracedDrawError
 from torchax.rng import KeyedFunction, NewOperands, is_typed_key
 from torchax.tensor import Tensor, new_tensor
 from torchax.tracing import (
   autograd_bridge,
-  environments,
-  host_randomness,
   optimizer_state,
   optimizers,
   program_keys,
@@ -55,15 +56,16 @@ from torchax.tracing.effects import (
   drop_traced_grads,
   trained_leaves,
 )
-from torchax.tracing.function_names import location_of, name_of
 from torchax.tracing.guards import Guards
-from torchax.tracing.history import History
 from torchax.tracing.modules import Attributes
+from torchax.tracing.program_keys import History
 from torchax.tracing.specialization import (
   ORDINARY,
   ORDINARY_ATTRIBUTES,
   CaptureKey,
   Specialization,
+  environments_of_call,
+  environments_of_results,
   is_trained,
   memory_of,
 )
@@ -169,7 +171,7 @@ class Traced:
       amp.dtype_in_force(),
       captures,
       self.guards.key(),
-      environments.of_call(leaves),
+      environments_of_call(leaves),
       layouts,
     )
     if attributes == ORDINARY_ATTRIBUTES:
@@ -268,7 +270,7 @@ class Traced:
         self._detect_gradients(boundary, lifted)
         changes = collect(self.__name__, boundary, inner, born, specialization, lifted)
         effects = Effects.of(changes, assigned)
-        effects.environments = environments.of_results(out)
+        effects.environments = environments_of_results(out)
         if records:
           outputs = jax.tree.leaves(out, is_leaf=is_tensor)
           outputs += [value for _, value in assigned]
@@ -388,11 +390,25 @@ class Traced:
 def on_host(name: str, location: tuple[str, int] | None) -> Iterator[None]:
   """Refuse draws of Python's and numpy's generators; guard on numpy arrays.
 
+  Such a draw would happen once, in the trace, and every call would reuse its number.
   Does nothing in a nested trace, since the outermost one covers it.
+
+  Raises:
+    TracedDrawError: the block has drawn; the generator's state is restored.
   """
   if active.boundary.parent is not None:
     yield
     return
-  refused = host_randomness.refused(name, location)
-  with host_operations.following_arrays, refused:
+  python, numpy = random.getstate(), np.random.get_state()
+  with host_operations.following_arrays:
     yield
+  if random.getstate() != python:
+    random.setstate(python)
+    raise TracedDrawError(
+      host_operations.draw_message(f"Python's `random` in {name}", location)
+    )
+  if not all(map(np.array_equal, np.random.get_state(), numpy)):
+    np.random.set_state(numpy)
+    raise TracedDrawError(
+      host_operations.draw_message(f"`np.random` in {name}", location)
+    )

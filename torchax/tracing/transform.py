@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import torch
 
+from torchax.compat.user_code import name_of
 from torchax.core import grad_mode
 from torchax.core.partitions import is_tensor
 from torchax.core.static_values import StaticValue
@@ -24,7 +25,7 @@ from torchax.dispatch import autograd
 from torchax.errors import MutationError, RngError
 from torchax.rng import Advance, NewOperands
 from torchax.tensor import Tensor
-from torchax.tracing import environments, static_arguments
+from torchax.tracing import static_arguments
 from torchax.tracing.conversions import arrays_of, tensors_of
 from torchax.tracing.effects import (
   ClearGradient,
@@ -33,8 +34,11 @@ from torchax.tracing.effects import (
   WriteArgument,
   WriteStorage,
 )
-from torchax.tracing.function_names import name_of
-from torchax.tracing.specialization import Specialization
+from torchax.tracing.specialization import (
+  Specialization,
+  environments_of_call,
+  with_environments,
+)
 from torchax.tracing.trace import Options, Traced
 
 
@@ -110,7 +114,7 @@ class Transformed:
     boxed = static_arguments.box(args)
     leaves, treedef = jax.tree.flatten(boxed, is_leaf=is_tensor)
     arrays = arrays_of(leaves)
-    self._of_call = environments.of_call(leaves)
+    self._of_call = environments_of_call(leaves)
 
     def run(rng):
       if self.times is None and self.traced.pure.generators:
@@ -132,7 +136,7 @@ class Transformed:
       storage.write(array.jax() if isinstance(array, Tensor) else array)
     out = grad_mode.stop_gradients(out)
     if self._of_results:
-      out = environments.with_environments(out, self._of_results)
+      out = with_environments(out, self._of_results)
     return tensors_of(out)
 
   def _run(self, rng, leaves, arrays, treedef):

@@ -11,9 +11,8 @@ from torchax.compat.torch_compat.distributed import *
 from torchax.compat.torch_compat.files import *
 from torchax.compat.torch_compat.functions import *
 from torchax.compat.torch_compat.graphs import *
-from torchax.compat.torch_compat.lazy_modules import *
 from torchax.compat.torch_compat.mode_state import *
+from torchax.compat.torch_compat.modules import *
 from torchax.compat.torch_compat.operators import *
-from torchax.compat.torch_compat.optimizers import *
 from torchax.compat.torch_compat.swaps import *
 from torchax.compat.torch_compat.wrappers import *

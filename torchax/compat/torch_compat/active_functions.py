@@ -1,6 +1,6 @@
 """Stack of the modules that are being called, per thread and async task.
 
-Draws get their sites from it (`rng/sites.py`). While a caller needs the stack,
+Draws get their sites from it (`rng/counter.py`). While a caller needs the stack,
 `torch.nn.Module.__call__` is wrapped, which Dynamo and `torch.fx` support. A hook would
 miss exceptions. At other times torch is unpatched.
 """

@@ -12,7 +12,7 @@ import torch
 
 from torchax.compat import private
 from torchax.compat.patches import patch
-from torchax.compat.torch_compat.lazy_modules import move_placeholders
+from torchax.compat.torch_compat.modules import move_placeholders
 
 # (t1, t2): exchange two tensors without other references.
 swap_tensors = _swap_tensors = torch.utils.swap_tensors

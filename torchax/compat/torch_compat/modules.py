@@ -1,4 +1,4 @@
-"""Uninitialized parameters and buffers on jax, as in `torch.nn.LazyLinear`.
+"""Uninitialized parameters on jax, as in `torch.nn.LazyLinear`; state of optimizers.
 
 Until its shape is known, a placeholder is an empty CPU tensor that stores its device.
 """
@@ -92,3 +92,16 @@ def _with_placeholders(make: Callable) -> Callable:
     return _make_placeholder(make(**{**arguments, "device": "cpu"}), requested)
 
   return new
+
+
+def init_optimizer_group(optimizer: torch.optim.Optimizer, group: dict) -> None:
+  """Create the state of a group's parameters, as the first step would.
+
+  Do nothing if the class has no such method; its first step then creates the state.
+  """
+  init = getattr(optimizer, "_init_group", None)
+  if init is None:
+    return
+  parameters = list(inspect.signature(init).parameters.values())[1:]
+  if all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters):
+    init(group, *[[] for _ in parameters])
