@@ -113,3 +113,8 @@ def test_plain_torch_program_is_unchanged_by_importing_torchax(program):
   plain = run(f"{start}\n{program}")
   assert plain
   assert run(f"{start}, torchax\n{program}") == plain
+
+
+@pytest.mark.parametrize("name", ["Event", "Stream"])
+def test_streams_and_events_need_no_tensor_first(name):
+  assert run(f"import torch, torchax; print(torch.jax.{name}().device)") == "jax:0\n"
