@@ -78,14 +78,14 @@ CHANGES = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_the_first_draw_that_differs_is_named(env, name):
-  run, seed, place, fields = CHANGES[name]
+  run, seed, index, fields = CHANGES[name]
   expected = _ledger(env, lambda: _net()(_x()))
   found = diff(expected, _ledger(env, run, seed))
-  assert (found.place, found.fields) == (place, fields)
-  assert found.first == expected[place]
-  assert f"draw {place}" in str(found) and all(field in str(found) for field in fields)
+  assert (found.index, found.fields) == (index, fields)
+  assert found.first == expected[index]
+  assert f"draw {index}" in str(found) and all(field in str(found) for field in fields)
   other = diff(_ledger(env, run, seed), expected)
-  assert (other.place, other.second) == (place, expected[place])
+  assert (other.index, other.second) == (index, expected[index])
 
 
 def test_a_difference_has_a_picture(env):

@@ -84,11 +84,13 @@ def pad_keys(query, key, value, attn_mask, enable_gqa: bool) -> tuple:
   if found is None:
     return given
   _calls[shapes] = times + 1
-  values, place = found
+  values, sharding = found
   views = [tensor._chain.picked(array) for tensor, array in zip(tensors, values)]
   views += [None] * (len(given) - len(views))
   arrays = attention.padded_keys(*views, most, np)
-  return tuple([new_tensor(placement.from_host(array, place), env) for array in arrays])
+  return tuple(
+    [new_tensor(placement.from_host(array, sharding), env) for array in arrays]
+  )
 
 
 def _may_be_padded(query, key, value, attn_mask, enable_gqa) -> bool:

@@ -166,14 +166,14 @@ class Jitted(Generic[P, R]):
       raise TypeError(
         f"`{name}` was given an object of the class {kind} as {position}. A compiled "
         "function takes tensors and numbers, and flags, strings, dtypes and devices. "
-        "Name the place of anything else that has a hash in `static_argnums` or "
+        "Name the position of anything else that has a hash in `static_argnums` or "
         "`static_argnames`, or close over it."
       ) from error
     if jax_compat.is_about_static_arguments(error):
       raise ValueError(
         f"`{name}` has a static argument without a hash: a list, a dict or a tensor. "
         "Static arguments are part of what a function is compiled for. Pass a tuple, "
-        f"or leave its place out of `static_argnums`. JAX says: {error}"
+        f"or leave its position out of `static_argnums`. JAX says: {error}"
       ) from error
 
   def _shared_memory(self, args, kwargs) -> list[list[int]]:

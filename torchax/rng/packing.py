@@ -112,14 +112,14 @@ class PackedStream(RngStream):
         self.counter.add(path, *position)
 
   @contextlib.contextmanager
-  def at(self, place: DrawPosition, line: str) -> Iterator[None]:
+  def at(self, position: DrawPosition, line: str) -> Iterator[None]:
     """Set the position of the draws in the block, and their line in the ledger."""
     counter, recorded = self.counter, len(self.log)
-    counter.count = place.number
+    counter.count = position.number
     if isinstance(counter, SiteCounter):
-      for path, turn in place.turns:
+      for path, turn in position.turns:
         counter.advance_past(turn - counter.draws.get(path, 0), path)
-    with active_functions.boundary(), active_functions.at_path(place.site):
+    with active_functions.boundary(), active_functions.at_path(position.site):
       yield
     for number in range(recorded, len(self.log)):
       self.log[number] = dataclasses.replace(self.log[number], line=line)

@@ -18,7 +18,7 @@ class Difference:
   """First difference between two runs.
 
   Attributes:
-    place: index of the draw in both ledgers, from 0.
+    index: index of the draw in both ledgers, from 0.
     first: the draw of the first run; None if that run has ended.
     second: the draw of the second run; None if that run has ended.
     fields: differing attributes among key, site, shape, distribution, dtype and op;
@@ -35,7 +35,7 @@ class Difference:
   ('shape',)
   """
 
-  place: int
+  index: int
   first: Draw | None
   second: Draw | None
   fields: tuple[str, ...]
@@ -43,15 +43,15 @@ class Difference:
 
   def __str__(self):
     if self.first is None:
-      return f"draw {self.place}: only the second run makes it: {_words(self.second)}"
+      return f"draw {self.index}: only the second run makes it: {_words(self.second)}"
     if self.second is None:
-      return f"draw {self.place}: only the first run makes it: {_words(self.first)}"
+      return f"draw {self.index}: only the first run makes it: {_words(self.first)}"
     parts = [
       f"{name}: {_value(self.first, name)} / {_value(self.second, name)}"
       for name in self.fields
     ]
     return (
-      f"draw {self.place} differs in {', '.join(self.fields)}\n"
+      f"draw {self.index} differs in {', '.join(self.fields)}\n"
       f"  first run:  {_words(self.first)}\n"
       f"  second run: {_words(self.second)}\n  " + "\n  ".join(parts)
     )
@@ -72,13 +72,13 @@ class Difference:
     ax = ax or plot_axes(longest, 2.6)
     for height, draws in enumerate(self.draws):
       for is_equal, color in ((True, "C0"), (False, "C3")):
-        chosen = [n for n in range(len(draws)) if (n < self.place) == is_equal]
+        chosen = [n for n in range(len(draws)) if (n < self.index) == is_equal]
         areas = [marker_area(draws[n]) for n in chosen]
         label = "the same" if is_equal else "after they part"
         ax.scatter(chosen, [height] * len(chosen), s=areas, color=color, label=label)
-    ax.axvline(self.place - 0.5, color="red", linestyle="--")
+    ax.axvline(self.index - 0.5, color="red", linestyle="--")
     reason = ", ".join(self.fields) or "one run ends"
-    ax.set_title(f"draw {self.place}: {reason}", loc="left", fontsize="medium")
+    ax.set_title(f"draw {self.index}: {reason}", loc="left", fontsize="medium")
     ax.set_yticks([0, 1], ["first run", "second run"])
     ax.set_xlim(-0.8, longest - 0.2)
     ax.margins(y=0.5)
@@ -103,15 +103,15 @@ def diff(first: Sequence[Draw], second: Sequence[Draw]) -> Difference | None:
   ...     x = torch.nn.functional.dropout(torch.ones(3, device="jax"), 0.5)
   ...     x = torch.nn.functional.dropout(x, p)
   ...   ledgers.append(ledger)
-  >>> diff(*ledgers).place, diff(*ledgers).fields
+  >>> diff(*ledgers).index, diff(*ledgers).fields
   (1, ('distribution',))
   """
-  for place, pair in enumerate(itertools.zip_longest(first, second)):
+  for index, pair in enumerate(itertools.zip_longest(first, second)):
     if None in pair:
-      return Difference(place, *pair, (), (tuple(first), tuple(second)))
+      return Difference(index, *pair, (), (tuple(first), tuple(second)))
     fields = tuple([f for f in _FIELDS if getattr(pair[0], f) != getattr(pair[1], f)])
     if fields:
-      return Difference(place, *pair, fields, (tuple(first), tuple(second)))
+      return Difference(index, *pair, fields, (tuple(first), tuple(second)))
   return None
 
 
