@@ -220,34 +220,39 @@ class Traced:
       raise NewOperands(needs)
     return result, advance
 
-  def _run(self, needs: list[Callable], operands: tuple, *args, **kwargs):
-    captured, specialization, *numbers = operands
-    specialization = specialization or ORDINARY
-    options, captures = self.options, self.captures
-    records = specialization.wants_grad is not None
+  def _new_boundary(self, numbers: list) -> Boundary:
+    """Return the boundary of a trace; guard on the modules of the function."""
     boundary = Boundary(
-      options.records and torch.is_grad_enabled(), self.__name__, guards=self.guards
+      self.options.records and torch.is_grad_enabled(),
+      self.__name__,
+      guards=self.guards,
     )
-    key = specialization.captures
-    tensors = [] if key is None else key.tensors[: len(captured)]
-    grads = {id(t): t.grad for t in tensors if is_trained(t)}
-    lifted = Captured(tensors, grads, tuple(captures.gradients))
-    boundary.attributes = attributes = Attributes()
+    boundary.attributes = Attributes()
     for module in reachable_modules(self.function):
       self.guards.guard_on_module(module)
     owner = module_of(self.function)
     if owner is not None:
-      attributes.record(owner)
-    watching = self.guards.watching(attributes.record)
-    if options.lifts_numbers:
+      boundary.attributes.record(owner)
+    if self.options.lifts_numbers:
       boundary.numbers = dict(zip(self.numbers.expressions, numbers))
-    steps = optimizers.tracing_steps
+    return boundary
+
+  def _run(self, needs: list[Callable], operands: tuple, *args, **kwargs):
+    captured, specialization, *numbers = operands
+    specialization = specialization or ORDINARY
+    options, captures = self.options, self.captures
+    key = specialization.captures
+    tensors = [] if key is None else key.tensors[: len(captured)]
+    grads = {id(t): t.grad for t in tensors if is_trained(t)}
+    lifted = Captured(tensors, grads, tuple(captures.gradients))
+    boundary = self._new_boundary(numbers)
+    attributes = boundary.attributes
     with (
       host_operations.guarding_on_reads(),
       boundary.enter(),
       _no_hooks(),
-      watching,
-      steps,
+      self.guards.watching(attributes.record),
+      optimizers.tracing_steps,
     ):
       for tensor, array in zip(tensors, captured):
         boundary.lift(tensor._storage, array, tensor)
@@ -271,7 +276,7 @@ class Traced:
         changes = collect(self.__name__, boundary, inner, born, specialization, lifted)
         effects = Effects.of(changes, assigned)
         effects.environments = environments_of_results(out)
-        if records:
+        if specialization.wants_grad is not None:
           outputs = jax.tree.leaves(out, is_leaf=is_tensor)
           outputs += [value for _, value in assigned]
           effects.tape = self._tape(effects, outputs, inner, specialization, boundary)
