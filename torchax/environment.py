@@ -16,10 +16,10 @@ import jax
 import torch
 from torch.utils import _pytree as torch_pytree
 
-from torchax import amp, properties, rng
+from torchax import amp, rng
 from torchax.compat import torch_compat
 from torchax.config import Configuration
-from torchax.core import mappings
+from torchax.core import active_environments, mappings
 from torchax.core.tracebacks import hide_library_frames
 from torchax.devices import placement
 from torchax.dispatch import debug, device_plans, host_operations
@@ -128,12 +128,15 @@ class Environment(contextlib.ContextDecorator):
   @property
   def enabled(self) -> bool:
     """True if it is on in this thread or task, and not disabled."""
-    is_on = self in properties.on.get() or self in properties.on_thread.environments
-    return is_on and self not in properties.suspended.get()
+    is_on = (
+      self in active_environments.on.get()
+      or self in active_environments.on_thread.environments
+    )
+    return is_on and self not in active_environments.suspended.get()
 
   def enable_torch_modes(self) -> None:
     """Turn the environment on for the rest of this thread; calls nest."""
-    properties.on_thread.environments += (self,)
+    active_environments.on_thread.environments += (self,)
     self._enter_modes()
 
   def disable_torch_modes(self, *exc: Any) -> None:
@@ -142,9 +145,11 @@ class Environment(contextlib.ContextDecorator):
     Raises:
       RuntimeError: the environment is not enabled on this thread.
     """
-    before = properties.on_thread.environments
-    properties.on_thread.environments = properties.without(before, self)
-    if properties.on_thread.environments == before:
+    before = active_environments.on_thread.environments
+    active_environments.on_thread.environments = active_environments.without(
+      before, self
+    )
+    if active_environments.on_thread.environments == before:
       raise RuntimeError(
         "The torchax environment is not enabled on this thread: disable follows enable."
       )
@@ -188,19 +193,19 @@ class Environment(contextlib.ContextDecorator):
   @contextlib.contextmanager
   def disabled(self) -> Iterator[None]:
     """Run plain torch inside the block, even if the environment is entered there."""
-    properties.push(properties.suspended, self)
+    active_environments.push(active_environments.suspended, self)
     try:
       yield
     finally:
-      properties.drop(properties.suspended, self)
+      active_environments.drop(active_environments.suspended, self)
 
   def __enter__(self) -> "Environment":
-    properties.push(properties.on, self)
+    active_environments.push(active_environments.on, self)
     self._enter_modes()
     return self
 
   def __exit__(self, *exc) -> None:
-    properties.drop(properties.on, self)
+    active_environments.drop(active_environments.on, self)
     self._exit_modes(*exc)
 
   # Operations -----------------------------------------------------------------------
@@ -564,12 +569,12 @@ def default_env() -> Environment:
 
 def env_on() -> Environment:
   """Return the innermost environment on in this thread or task, or the default one."""
-  found = properties.on.get() or properties.on_thread.environments
+  found = active_environments.on.get() or active_environments.on_thread.environments
   return found[-1] if found else default_env()
 
 
 def _streams_on() -> rng.Streams:
-  found = properties.on.get() or properties.on_thread.environments
+  found = active_environments.on.get() or active_environments.on_thread.environments
   return found[-1].streams if found else rng.default_streams
 
 

@@ -1,13 +1,11 @@
-"""Environments that are on, and properties that a block can override, such as the mesh.
+"""Properties of an environment that a `with` block can override, such as the mesh.
 
-Context variables hold both, so they apply to a thread or task only. `on` and
-`suspended` are tuples, innermost last, with an environment once per time that it was
-enabled. `Environment` sets them, and `Environment.override_property` the properties.
+An override applies to its thread or task only. `Environment.override_property` is the
+entry point.
 """
 
 import contextlib
 import dataclasses
-import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -15,45 +13,7 @@ from typing import Any
 import jax
 
 from torchax import rng
-
-on: ContextVar[tuple] = ContextVar("on", default=())
-"""Environments enabled by a block (`with env:`)."""
-
-
-class _OnThread(threading.local):
-  """Environments enabled for the rest of a thread, in every task.
-
-  A notebook may run each of its cells in a task of its own.
-  """
-
-  environments: tuple = ()
-
-
-on_thread = _OnThread()
-
-suspended: ContextVar[tuple] = ContextVar("suspended", default=())
-"""Environments suspended by a block, in which torch runs unchanged."""
-
-
-def push(switch: ContextVar[tuple], value: Any) -> None:
-  """Append a value."""
-  switch.set((*switch.get(), value))
-
-
-def drop(switch: ContextVar[tuple], value: Any) -> bool:
-  """Remove the last occurrence of a value; return False if there is none."""
-  values = switch.get()
-  rest = without(values, value)
-  switch.set(rest)
-  return len(rest) < len(values)
-
-
-def without(values: tuple, value: Any) -> tuple:
-  """Return the values without the last occurrence of `value` (by identity)."""
-  for index in reversed(range(len(values))):
-    if values[index] is value:
-      return values[:index] + values[index + 1 :]
-  return values
+from torchax.core import active_environments
 
 
 class _None:
@@ -141,8 +101,8 @@ class _PropertyHolder:
   def overridden(self, properties: RuntimeProperty) -> Iterator[None]:
     """Push properties inside the block."""
     entry = (self, properties)
-    push(_overrides, entry)
+    active_environments.push(_overrides, entry)
     try:
       yield
     finally:
-      drop(_overrides, entry)
+      active_environments.drop(_overrides, entry)

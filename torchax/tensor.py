@@ -22,9 +22,8 @@ from jax import Array
 from jax.sharding import Sharding
 from torch import Tensor as TorchTensor  # in the class here, `torch` is a method
 
-from torchax import properties
 from torchax.compat import jax_compat, torch_compat
-from torchax.core import grad_mode, mappings
+from torchax.core import active_environments, grad_mode, mappings
 from torchax.core.chains import WHOLE, Chain, read_chain
 from torchax.core.error_messages import loses_gradient, no_numbers
 from torchax.core.storage import Payload, Rebindings, Storage
@@ -45,7 +44,7 @@ _make_wrapper = torch_compat.make_wrapper
 _without_overrides = torch_compat.without_function_overrides
 _is_compiling = torch.compiler.is_compiling
 _is_scripting = torch_compat.is_tracing_for_torchscript
-_suspended = properties.suspended.get
+_suspended = active_environments.suspended.get
 _is_conj, _is_neg = torch.Tensor.is_conj, torch.Tensor.is_neg
 _set_class = object.__dict__["__class__"].__set__
 _torch_dtypes = mappings.JAX_DTYPE_TO_TORCH
