@@ -102,7 +102,7 @@ def placements_are_shardings():
 
 
 @case
-def a_tensor_is_a_leaf_that_goes_on_from_the_one_it_was():
+def distributing_a_parameter_gives_a_leaf():
   parameter = nn.Parameter(numbers(8, 4))
   placed = distribute_tensor(parameter, grid(), [Shard(0), Replicate()])
   assert placed.is_leaf and placed.requires_grad
@@ -178,7 +178,7 @@ def fully_sharded_layer() -> nn.Module:
 
 
 @case
-def what_lies_on_a_mesh_is_a_dtensor():
+def tensors_on_a_mesh_are_dtensors():
   for name, function in DTENSORS.items():
     found = function(distribute_tensor(numbers(8, 4), grid(), [Shard(0), Replicate()]))
     assert isinstance(found, DTensor) and isinstance(found, Tensor), name
@@ -197,7 +197,22 @@ def what_lies_on_a_mesh_is_a_dtensor():
 
 
 @case
-def what_asks_for_a_dtensor_gets_the_numbers():
+def fake_and_escaped_tensors_are_no_dtensors():
+  grid()
+  seen = []
+
+  def inspected(graph, inputs):
+    seen.extend(node.meta.get("example_value") for node in graph.graph.nodes)
+    return graph.forward
+
+  x = torch.ones(3, device="jax")
+  torch.compile(lambda x: x + 1, backend=inspected)(x)
+  jax_jit(lambda x: seen.append(x * 2))(x)
+  assert len(seen) > 3 and not any(isinstance(value, DTensor) for value in seen)
+
+
+@case
+def functions_of_dtensors_take_jax_tensors():
   x = distribute_tensor(numbers(8, 4), grid(), [Shard(0), Shard(1)])
   torch.testing.assert_close(x, copy.deepcopy(x))
   with pytest.raises(TypeError, match="Comparing a DTensor to a non-DTensor"):
@@ -218,7 +233,7 @@ def what_asks_for_a_dtensor_gets_the_numbers():
 
 
 @case
-def a_plan_takes_inputs_that_are_sharded_along_other_axes_too():
+def a_plan_takes_inputs_sharded_along_other_axes():
   plans = (
     {"up": ColwiseParallel(), "down": RowwiseParallel()},
     {
@@ -285,7 +300,7 @@ def factories_make_tensors_on_a_mesh():
 
 
 @case
-def a_tensor_that_is_on_no_mesh_says_so():
+def a_tensor_on_no_mesh_has_no_placements():
   x = torch.ones(2, device="jax")
   assert x.placements == () and x.full_tensor() is x and not hasattr(x, "device_mesh")
   with pytest.raises(AttributeError, match="on no DeviceMesh. Place it"):

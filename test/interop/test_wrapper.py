@@ -70,7 +70,7 @@ def test_the_decorator_needs_no_options(form):
     return 2 * x
 
   assert double(_x()).tolist() == [0, 2, 4]
-  assert (double.__name__, double.__doc__) == ("double", "Twice x.")
+  assert (double.__name__, double.__doc__) == ("double", "Return twice x.")
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,8 @@ def test_a_wrapped_function_has_the_users_signature(name, function):
 )
 def test_a_torch_view_has_the_users_signature(wrap):
   wrapped = wrap(_in_jax)
-  assert (wrapped.__name__, wrapped.__doc__) == ("_in_jax", "A JAX function.")
+  expected = ("_in_jax", "Return x to the n for a JAX array.")
+  assert (wrapped.__name__, wrapped.__doc__) == expected
   assert wrapped.__wrapped__ is _in_jax
   assert inspect.signature(wrapped) == inspect.signature(_in_jax)
   assert wrapped(_x(), n=3).tolist() == [0, 1, 8]

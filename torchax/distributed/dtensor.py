@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchax.compat import torch_compat
 from torchax.core.error_messages import require_eager
+from torchax.core.storage import Escaped
 from torchax.devices import placement as devices
 from torchax.dispatch.transfer import shard_gradient_like
 from torchax.distributed import meshes, module_placement, placements
@@ -234,9 +235,13 @@ def is_distributed(tensor: Tensor) -> bool:
   """Return True if a tensor is on a `DeviceMesh`: a `DTensor` to `isinstance`.
 
   A view is not computed: its base's sharding answers. Under Dynamo the answer is False:
-  Dynamo reads the fields of torch's DTensor class, which jax tensors lack.
+  Dynamo reads the fields of torch's DTensor class, which jax tensors lack. So it is for
+  torch's fake tensors, and for a tensor kept from a trace that has ended.
   """
-  array = tensor._storage.array
+  storage = getattr(tensor, "_storage", None)
+  if storage is None or isinstance(storage, Escaped):
+    return False
+  array = storage.array
   if devices.is_traced(array):
     return bool(tensor.__dict__.get("_placements"))
   found = getattr(getattr(array, "sharding", None), "mesh", None)

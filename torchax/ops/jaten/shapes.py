@@ -135,6 +135,52 @@ def _aten_roll(self, shifts, dims=()):
   return jnp.roll(self, shifts, dims) if dims else jnp.roll(self, shifts[0])
 
 
+@op(aten.rot90)
+def _aten_rot90(self, k=1, dims=(0, 1)):
+  return jnp.rot90(self, k, dims)
+
+
+# --- Channels and pixels ---------------------------------------------------------
+
+
+def _check_divisible(name, size, factor):
+  if factor <= 0 or size % factor:
+    raise RuntimeError(
+      f"{name} expects a size divisible by {factor}, but got {size} channels or pixels."
+    )
+
+
+@op(aten.pixel_shuffle)
+def _aten_pixel_shuffle(self, upscale_factor):
+  """Rearrange (*, C r², H, W) to (*, C, H r, W r)."""
+  *batch, channels, height, width = self.shape
+  r = upscale_factor
+  _check_divisible("pixel_shuffle", channels, r * r)
+  blocks = self.reshape(*batch, channels // (r * r), r, r, height, width)
+  spread = jnp.moveaxis(blocks, (-4, -3), (-3, -1))
+  return spread.reshape(*batch, channels // (r * r), height * r, width * r)
+
+
+@op(aten.pixel_unshuffle)
+def _aten_pixel_unshuffle(self, downscale_factor):
+  """Rearrange (*, C, H r, W r) to (*, C r², H, W)."""
+  *batch, channels, height, width = self.shape
+  r = downscale_factor
+  _check_divisible("pixel_unshuffle", height, r)
+  _check_divisible("pixel_unshuffle", width, r)
+  blocks = self.reshape(*batch, channels, height // r, r, width // r, r)
+  gathered = jnp.moveaxis(blocks, (-3, -1), (-4, -3))
+  return gathered.reshape(*batch, channels * r * r, height // r, width // r)
+
+
+@op(aten.channel_shuffle, aten.native_channel_shuffle)
+def _aten_channel_shuffle(self, groups):
+  batch, channels, *space = self.shape
+  _check_divisible("channel_shuffle", channels, groups)
+  grouped = self.reshape(batch, groups, channels // groups, *space)
+  return jnp.swapaxes(grouped, 1, 2).reshape(self.shape)
+
+
 # --- Windows ---------------------------------------------------------------------
 
 
@@ -240,6 +286,11 @@ def _put_diagonal(self, src, offset, dim1, dim2):
   indices = steps + jnp.maximum(-offset, 0), steps + jnp.maximum(offset, 0)
   written = matrices.at[..., *indices].set(src.astype(matrices.dtype))
   return jnp.moveaxis(written, (-2, -1), (dim1, dim2))
+
+
+@op(aten.diagonal_copy)
+def _aten_diagonal(self, offset=0, dim1=0, dim2=1):
+  return jnp.diagonal(self, offset, dim1, dim2)
 
 
 def _check_diagonal(self, src, offset=0, dim1=0, dim2=1):
@@ -367,12 +418,34 @@ def permute(self, dims):
   return jnp.transpose(self, dims)
 
 
+@op(aten.transpose_copy)
+def _aten_transpose(self, dim0, dim1):
+  return jnp.swapaxes(self, dim0, dim1) if self.ndim else self
+
+
+@op(aten.t_copy)
+def _aten_t(self):
+  return self.T
+
+
+@op(aten.expand_copy)
+def _aten_expand(self, size, *, implicit=False):
+  """Broadcast to `size`; -1 keeps the size of a dimension."""
+  kept = (1,) * (len(size) - self.ndim) + self.shape
+  return jnp.broadcast_to(self, [n if m == -1 else m for m, n in zip(size, kept)])
+
+
 @op(aten.squeeze_copy)
 def _aten_squeeze_dim(self, dim=None):
   """Remove dimensions of size 1; named dimensions of other sizes stay."""
   named = range(self.ndim) if dim is None else _as_tuple(dim)
   axes = {dim_of(axis, self.ndim) for axis in named} if self.ndim else ()
   return jnp.squeeze(self, tuple(a for a in axes if self.shape[a] == 1))
+
+
+@op(aten.unsqueeze_copy)
+def _aten_unsqueeze(self, dim):
+  return jnp.expand_dims(self, dim)
 
 
 @op(aten.detach_copy, aten.alias_copy)
@@ -405,6 +478,13 @@ def split_with_sizes(self, split_sizes, dim=0):
     pieces = max(-(-length // size), 1) if size else 1
     split_sizes = [min(size, length - piece * size) for piece in range(pieces)]
   return lax.split(self, split_sizes, dim)
+
+
+@op(aten.unbind_copy)
+def _aten_unbind(self, dim=0):
+  dim = dim_of(dim, self.ndim)
+  length = self.shape[dim]
+  return [lax.index_in_dim(self, i, dim, keepdims=False) for i in range(length)]
 
 
 @op(prims.broadcast_in_dim)
