@@ -4,7 +4,7 @@ Both have the same bits as the program. numpy computes small arrays on the host
 (`core/numpy_fallback.py`). A sampler gets its random bits from a program that many
 shapes share (`rng/threefry.py`); its own program then compiles in a fifth of the time.
 Shapes that are seen often get one program for everything, which is faster to call.
-`program_limit.py` adds the fallbacks.
+`programs.py` adds the fallbacks.
 """
 
 import functools
