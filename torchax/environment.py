@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import torch
-from torch.utils import _pytree as torch_pytree
 
 from torchax import amp, rng
 from torchax.compat import torch_compat
@@ -22,7 +21,8 @@ from torchax.config import Configuration
 from torchax.core import active_environments, mappings
 from torchax.core.tracebacks import hide_library_frames
 from torchax.devices import placement
-from torchax.dispatch import debug, device_plans, host_operations
+from torchax.dispatch import debug, device_plans
+from torchax.dispatch.conversions import Conversions
 from torchax.dispatch.dispatcher import Dispatcher
 from torchax.dispatch.modes import XLADispatchMode, XLAFunctionMode, as_jax
 from torchax.dispatch.torch_functions import FunctionTable
@@ -34,8 +34,7 @@ from torchax.registry.names import aten
 from torchax.registry.operator_table import OperatorTable, is_aten
 from torchax.registry.operators import Kind, Operator
 from torchax.rng.stream import RngStream
-from torchax.tensor import Tensor, new_tensor
-from torchax.view import View
+from torchax.tensor import Tensor
 
 TENSOR_CONSTRUCTORS = {
   torch.ones,
@@ -74,7 +73,7 @@ class _Entered(threading.local):
   stack: tuple = ()
 
 
-class Environment(contextlib.ContextDecorator):
+class Environment(Conversions, contextlib.ContextDecorator):
   """Context in which torch code runs on JAX; usually `default_env()`.
 
   It is on in the thread and task that turned it on. Each environment has its own random
@@ -127,7 +126,15 @@ class Environment(contextlib.ContextDecorator):
 
   @property
   def enabled(self) -> bool:
-    """True if it is on in this thread or task, and not disabled."""
+    """True if it is on in this thread or task, and not disabled.
+
+    >>> with torchax.Environment() as env:
+    ...   with env.disabled():
+    ...     print(env.enabled)
+    ...   print(env.enabled)
+    False
+    True
+    """
     is_on = (
       self in active_environments.on.get()
       or self in active_environments.on_thread.environments
@@ -135,15 +142,31 @@ class Environment(contextlib.ContextDecorator):
     return is_on and self not in active_environments.suspended.get()
 
   def enable_torch_modes(self) -> None:
-    """Turn the environment on for the rest of this thread; calls nest."""
+    """Turn the environment on for the rest of this thread; calls nest.
+
+    >>> env = torchax.Environment()
+    >>> env.enable_torch_modes()
+    >>> env.enabled
+    True
+    >>> env.disable_torch_modes()
+    """
     active_environments.on_thread.environments += (self,)
     self._enter_modes()
 
   def disable_torch_modes(self, *exc: Any) -> None:
     """Undo one `enable_torch_modes` of this thread.
 
+    Args:
+      *exc: class, exception and traceback for the modes, as for `__exit__`.
+
     Raises:
       RuntimeError: the environment is not enabled on this thread.
+
+    >>> env = torchax.Environment()
+    >>> env.enable_torch_modes()
+    >>> env.disable_torch_modes()
+    >>> env.enabled
+    False
     """
     before = active_environments.on_thread.environments
     active_environments.on_thread.environments = active_environments.without(
@@ -192,7 +215,13 @@ class Environment(contextlib.ContextDecorator):
 
   @contextlib.contextmanager
   def disabled(self) -> Iterator[None]:
-    """Run plain torch inside the block, even if the environment is entered there."""
+    """Run plain torch inside the block, even if the environment is entered there.
+
+    >>> env = torchax.default_env()
+    >>> with env, env.disabled():
+    ...   torch.ones(1)
+    tensor([1.])
+    """
     active_environments.push(active_environments.suspended, self)
     try:
       yield
@@ -306,11 +335,28 @@ class Environment(contextlib.ContextDecorator):
 
   @property
   def rng(self) -> RngStream:
-    """Current stream of its operations, in this thread or task."""
+    """Current stream of its operations, in this thread or task.
+
+    >>> with torchax.rng_scope(3):
+    ...   x = torch.rand(2, device="jax")
+    ...   torchax.default_env().rng.state.count
+    1
+    """
     return rng.current(self.streams)
 
   def rng_scope(self, value: Any) -> contextlib.AbstractContextManager[RngStream]:
-    """Draw from a seed, key or state inside the block; see `torchax.rng.rng_scope`."""
+    """Draw from another stream inside the block; see `torchax.rng.rng_scope`.
+
+    Args:
+      value: a seed, a key, an `RngState`, or an `RngStream`.
+
+    >>> env = torchax.default_env()
+    >>> with env.rng_scope(3):
+    ...   x = torch.rand(2, device="jax")
+    >>> with env.rng_scope(jax.random.key(3)):
+    ...   torch.equal(torch.rand(2, device="jax"), x)
+    True
+    """
     return rng.rng_scope(value, self.streams)
 
   @hide_library_frames
@@ -322,6 +368,11 @@ class Environment(contextlib.ContextDecorator):
 
     Raises:
       SeedError, ValueError: `key` is none of these, or out of range.
+
+    >>> env = torchax.Environment()
+    >>> env.manual_seed(7)
+    >>> env.rng.state
+    RngState(threefry2x32, key=0:7, count=0)
     """
     impl = self.config.prng_impl if isinstance(key, int) else None
     rng.manual_seed(key, impl, self.streams)
@@ -333,6 +384,11 @@ class Environment(contextlib.ContextDecorator):
     Reading it re-keys the stream; `env.rng` can be read without that. Setting it
     re-seeds the stream: after `k = env.prng_key; a = f(); env.prng_key = k; b = f()`,
     a equals b.
+
+    >>> env = torchax.Environment(seed=7)
+    >>> env.prng_key = jax.random.key(5)
+    >>> env.rng.state
+    RngState(threefry2x32, key=0:5, count=0)
     """
     return self.rng.rebase()
 
@@ -347,7 +403,20 @@ class Environment(contextlib.ContextDecorator):
   def get_and_rotate_prng_key(
     self, generator: torch.Generator | None = None
   ) -> jax.Array:
-    """Return the key of the next draw of the current stream, or of `generator`."""
+    """Return the key of the next draw of the current stream, or of `generator`.
+
+    Args:
+      generator: generator to draw from; None for the current stream.
+
+    Returns:
+      Typed key of shape (), for one call of `jax.random`.
+
+    >>> env = torchax.default_env()
+    >>> with env.rng_scope(3):
+    ...   key = env.get_and_rotate_prng_key()
+    ...   env.rng.state.count
+    1
+    """
     if generator is not None:
       key, count = rng.generator_operands(generator, "get_and_rotate_prng_key")
       return rng.fold_in(key, count)
@@ -355,7 +424,13 @@ class Environment(contextlib.ContextDecorator):
 
   @property
   def param(self) -> RuntimeProperty:
-    """Current properties; `param.prng` is `prng_key`."""
+    """Current properties; `param.prng` is `prng_key`.
+
+    >>> env = torchax.Environment()
+    >>> with torch.autocast("jax", dtype=torch.bfloat16):
+    ...   env.param.autocast_dtype
+    torch.bfloat16
+    """
     return dataclasses.replace(
       self._property.content[-1],
       prng=self.prng_key,
@@ -397,107 +472,6 @@ class Environment(contextlib.ContextDecorator):
       properties = RuntimeProperty.override(self._property.content[-1], mesh=mesh)
       scopes.enter_context(self._property.overridden(properties))
       yield
-
-  # Conversions ----------------------------------------------------------------------
-
-  def admit(self, tensor: torch.Tensor, name: str, cpu_ok: bool = False) -> jax.Array:
-    """Convert an operand that is not on jax to an array.
-
-    Raises:
-      MixedDeviceError: `tensor` is not a 0-d CPU tensor, the kind that torch allows.
-    """
-    scalar_ok = self.config.allow_mixed_math_with_scalar_tensor and not tensor.dim()
-    if tensor.device.type == "cpu" and (cpu_ok or scalar_ok):
-      host_operations.guard_on_read(tensor)
-      return mappings.t2j(tensor)
-    if self.config.debug_mixed_tensor:
-      debug.log_mixed(name, tensor)
-    way = 'Move it with `.to("jax")`, or the others with `.cpu()`.'
-    if tensor.device.type == "meta":
-      way = "There are no numbers to move: make it on jax."
-    raise MixedDeviceError(
-      f"{name} expects all tensors on jax, but one of shape {list(tensor.shape)} and "
-      f"{tensor.dtype} is on {tensor.device}. {way}"
-    )
-
-  def t2j_iso(self, torchtensors: Any) -> Any:
-    """Convert jax tensors in a tree to arrays, without copying.
-
-    Raises:
-      MixedDeviceError: a tensor is on another device, except a 0-d CPU tensor.
-
-    >>> default_env().t2j_iso({"x": torch.ones(1, device="jax")})
-    {'x': Array([1.], dtype=float32)}
-    """
-
-    def convert(value):
-      if isinstance(value, Tensor):
-        return value.jax()
-      if isinstance(value, torch.Tensor):
-        return self.admit(value, "t2j_iso")
-      if isinstance(value, torch.dtype):
-        return mappings.t2j_dtype(value)
-      return value
-
-    return torch_pytree.tree_map(convert, torchtensors)
-
-  def j2t_iso(self, jaxarray: Any) -> Any:
-    """Convert arrays in a tree to jax tensors, without copying."""
-    return torch_pytree.tree_map(
-      lambda value: new_tensor(value, self) if isinstance(value, jax.Array) else value,
-      jaxarray,
-    )
-
-  def v2t_iso(self, views: Any) -> Any:
-    """Copy views in a tree to tensors with their own memory."""
-    return torch_pytree.tree_map(
-      lambda value: value.torch() if isinstance(value, View) else value, views
-    )
-
-  def t2j_copy(self, args: Any) -> Any:
-    """Copy CPU tensors in a tree to arrays."""
-
-    def convert(value):
-      if isinstance(value, Tensor):
-        return value.jax()
-      return mappings.t2j(value) if isinstance(value, torch.Tensor) else value
-
-    return torch_pytree.tree_map(convert, args)
-
-  def j2t_copy(self, args: Any) -> Any:
-    """Copy arrays and tensors in a tree to CPU tensors."""
-    return torch_pytree.tree_map(
-      lambda value: (
-        mappings.j2t(value) if isinstance(value, jax.Array | torch.Tensor) else value
-      ),
-      args,
-    )
-
-  def to_xla(self, torchvalues: Any) -> Any:
-    """Copy CPU tensors in a tree to jax tensors; move modules.
-
-    >>> default_env().to_xla([torch.ones(1), "a"])
-    [tensor([1.], device='jax:0'), 'a']
-    """
-    return torch_pytree.tree_map(self._move_one_value, torchvalues)
-
-  def _move_one_value(self, val):
-    if isinstance(val, torch.nn.Module):
-      return val.to("jax")
-    if isinstance(val, Tensor) or not isinstance(val, torch.Tensor):
-      return val
-    return self.copy_to_jax(val)
-
-  def copy_to_jax(self, tensor: torch.Tensor, device=None, dtype=None) -> Tensor:
-    """Copy a CPU tensor to jax, to the device with an index if `device` has one."""
-    array = self.array_of(tensor, placement.target_of(device), dtype)
-    return new_tensor(array, self)
-
-  @staticmethod
-  def array_of(tensor: torch.Tensor, target, dtype=None) -> jax.Array:
-    """Copy a CPU tensor to an array; `target` is from `placement.target_of`."""
-    host_operations.guard_on_read(tensor)
-    return placement.make(lambda: mappings.t2j(tensor, dtype=dtype), target)
 
   # Devices --------------------------------------------------------------------------
 
