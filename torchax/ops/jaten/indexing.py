@@ -344,6 +344,11 @@ def _source_rules(self, mask, source):
 @op(aten.masked_scatter, rules=_source_rules)
 def _aten_masked_scatter(self, mask, source):
   """Replace the element at the k-th True by the k-th element of `source`."""
+  if mask.dtype != jnp.bool_:
+    raise RuntimeError(
+      "masked_scatter only supports boolean masks, but got a mask with dtype "
+      f"{mask.dtype}."
+    )
   self, mask = jnp.broadcast_arrays(self, mask)
   if source.size == 0:
     return out_of_range.fill_invalid(self, mask)
