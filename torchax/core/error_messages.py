@@ -25,8 +25,9 @@ def no_numbers(asked: str) -> TracedStateError:
     f"{asked} needs the numbers of a tensor, but {name} is being traced by JAX, and "
     "there are none yet. Keep the value a tensor: `torch.where`, or `cond` of "
     "torchax.interop, in place of `if`, and `scan` or `while_loop` in place of a loop "
-    "over values. Pass what Python decides by as a Python number, whose place is named "
-    "in `static_argnums` of `jax_jit`. Or return the tensor, and do this outside."
+    "over values. Pass what Python decides by as a Python number, and name its "
+    "position in `static_argnums` of `jax_jit`. Or return the tensor, and do this "
+    "outside."
   )
 
 

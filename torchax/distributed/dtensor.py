@@ -235,8 +235,8 @@ def is_distributed(tensor: Tensor) -> bool:
   """Return True if a tensor is on a `DeviceMesh`: a `DTensor` to `isinstance`.
 
   A view is not computed: its base's sharding answers. Under Dynamo the answer is False:
-  Dynamo reads the fields of torch's DTensor class, which jax tensors lack. So it is for
-  torch's fake tensors, and for a tensor kept from a trace that has ended.
+  Dynamo reads the fields of torch's DTensor class, which jax tensors lack. Fake tensors
+  and tensors kept after their trace has ended are no DTensors either.
   """
   storage = getattr(tensor, "_storage", None)
   if storage is None or isinstance(storage, Escaped):
