@@ -6,27 +6,24 @@ The baselines are plain JAX and, if torch has CUDA, torch's eager mode and Induc
 that device. The dtype of attention is bfloat16 on an accelerator.
 """
 
+import json
 import pathlib
-import statistics
-import time
+import subprocess
+import sys
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import torch
-import torch.nn.functional as F
 from absl import app, flags
 
 import torchax
-from benchmarks import compiled, eager, lengths, train_step
+from benchmarks import compiled, eager, lengths, programs, train_step
 from benchmarks.tables import table
 from benchmarks.timing import Row, compare, measure
 
 _OUT = flags.DEFINE_string("out", "output/accelerator.md", "Path of the table.")
-_GROUPS = ("eager", "train_step", "attention", "compiled", "lengths", "memory")
-_ONLY = flags.DEFINE_list("only", list(_GROUPS), f"Groups to run: {_GROUPS}.")
-
-ROUNDS, CALLS = 9, 20
+_ONLY = flags.DEFINE_list("only", None, "Groups to run; all of `_groups` if not given.")
 
 
 def _is_accelerator() -> bool:
@@ -36,92 +33,77 @@ def _is_accelerator() -> bool:
 # torch on CUDA ------------------------------------------------------------------------
 
 
-def _on_cuda(function: Callable) -> float:
-  """Return the median time of a call in microseconds, with torch on a CUDA device."""
-  for _ in range(3):
-    function()
-  torch.cuda.synchronize()
-  times = []
-  for _ in range(ROUNDS):
-    start = time.perf_counter()
-    for _ in range(CALLS):
-      function()
-    torch.cuda.synchronize()
-    times.append((time.perf_counter() - start) / CALLS * 1e6)
-  return statistics.median(times)
-
-
-def _beside_cuda(name: str, make: Callable, compiles: bool = False) -> list[Row]:
-  """Measure a function on jax against the same function of torch on CUDA.
-
-  Args:
-    name: name of the row.
-    make: device -> function without arguments.
-    compiles: add a row with `torch.compile` of the function as the baseline.
-  """
+def _cuda_times() -> dict[str, dict[str, float]]:
+  """Return the times of `programs.py` on CUDA; nothing if torch has no CUDA."""
   if not torch.cuda.is_available():
-    return []
-  ours = measure(make("jax"))
-  with torchax.disable_temporarily():
-    theirs = make("cuda")
-    rows = [Row(name, "torch eager", ours, _on_cuda(theirs), None)]
-    if compiles:
-      rows.append(Row(name, "inductor", ours, _on_cuda(torch.compile(theirs)), None))
+    return {}
+  command = [sys.executable, "-m", "benchmarks.programs"]
+  output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+  return json.loads(output.splitlines()[-1])
+
+
+def _program_rows(times: dict[str, dict[str, float]]) -> list[Row]:
+  """Measure `programs.py` eagerly on jax, beside CUDA or a program that adds 1."""
+  array = jnp.ones(1 << 26 if _is_accelerator() else 1 << 18)
+  write = jax.jit(lambda array: array + 1)
+  rows = []
+  for name, make in programs.programs(_is_accelerator()).items():
+    function = make("jax")
+    ours = measure(function)
+    of_cuda = times.get(name, {})
+    rows += [
+      Row(f"eager {name}", f"torch {word}", ours, of_cuda[word], None)
+      for word in of_cuda
+    ]
+    if "numbers" in name:
+      rows.append(
+        compare(f"eager {name}", function, lambda: write(array), None, "JAX, x + 1")
+      )
   return rows
 
 
-def _eager_on_cuda() -> list[Row]:
-  def unary(function):
-    def make(device):
-      x = torch.ones(1024, 1024, device=device)
-      return lambda: function(x)
+# Training -----------------------------------------------------------------------------
 
-    return make
 
-  functions = {
-    "eager x + x, 1024×1024": lambda x: x + x,
-    "eager x @ x": lambda x: x @ x,
-    "eager softmax": lambda x: torch.softmax(x, -1),
-    "eager layer_norm": lambda x: F.layer_norm(x, (1024,)),
-    "eager dropout": lambda x: F.dropout(x, 0.1),
-  }
-  return [row for name, f in functions.items() for row in _beside_cuda(name, unary(f))]
+def _model_size():
+  return programs.LARGE if _is_accelerator() else train_step.SMALL
+
+
+def _training_rows(times: dict[str, dict[str, float]]) -> list[Row]:
+  """Measure a compiled step of a model that fills the device."""
+  size = _model_size()
+  ours, plain = train_step.steps(size)
+  name = f"train step, width {size.width}"
+  rows = [compare(name, lambda: ours()[0], lambda: plain()[0], 1.0)]
+  of_cuda = times.get(name, {})
+  mine = rows[0].ours_us
+  return rows + [
+    Row(name, f"torch {word}", mine, of_cuda[word], None) for word in of_cuda
+  ]
 
 
 # Attention ----------------------------------------------------------------------------
 
 
-def _attention_shape() -> tuple[int, ...]:
-  return (8, 16, 2048, 64) if _is_accelerator() else (1, 4, 128, 32)
-
-
-def _attention(device: str, backward: bool, dropout: float) -> Callable:
-  dtype = torch.bfloat16 if _is_accelerator() else torch.float32
-  parts = [torch.randn(_attention_shape(), device=device, dtype=dtype) for _ in "qkv"]
-  query, key, value = (part.requires_grad_(backward) for part in parts)
-
-  def run():
-    mixed = F.scaled_dot_product_attention(
-      query, key, value, is_causal=True, dropout_p=dropout
-    )
-    if not backward:
-      return mixed
-    query.grad = key.grad = value.grad = None
-    mixed.sum().backward()
-    return query.grad
-
-  return run
+def _attention(backward: bool, dropout: float) -> Callable:
+  name = "attention, forward and backward" if backward else "attention"
+  return programs.programs(_is_accelerator())[f"{name}, dropout {dropout}"]("jax")
 
 
 def _plain_attention(backward: bool) -> Callable:
-  """Return JAX's attention, in the implementation that it chooses for the device."""
-  batch, heads, length, width = _attention_shape()
+  """Return JAX's attention, with cuDNN on NVIDIA GPUs."""
+  implementation = "cudnn" if jax.default_backend() == "gpu" else None
+  batch, heads, length, width = (
+    (8, 16, 2048, 64) if _is_accelerator() else (1, 4, 128, 32)
+  )
   dtype = jnp.bfloat16 if _is_accelerator() else jnp.float32
   keys = jax.random.split(jax.random.key(0), 3)
   parts = [jax.random.normal(k, (batch, length, heads, width), dtype) for k in keys]
 
   def forward(query, key, value):
-    return jax.nn.dot_product_attention(query, key, value, is_causal=True)
+    return jax.nn.dot_product_attention(
+      query, key, value, is_causal=True, implementation=implementation
+    )
 
   def loss(*given):
     return forward(*given).astype(jnp.float32).sum()
@@ -134,11 +116,8 @@ def _attention_rows() -> list[Row]:
   rows = []
   for backward in (False, True):
     name = "attention, causal" + (", forward and backward" if backward else "")
-    ours = _attention("jax", backward, 0.0)
-    rows.append(compare(name, ours, _plain_attention(backward), None))
-    for dropout in (0.0, 0.1):
-      full = f"{name}, dropout {dropout}" if dropout else name
-      rows += _beside_cuda(full, lambda d, p=dropout, b=backward: _attention(d, b, p))
+    function = _attention(backward, 0.0)
+    rows.append(compare(name, function, _plain_attention(backward), None))
   return rows
 
 
@@ -161,7 +140,7 @@ def _form_rows() -> list[Row]:
   rows = []
   for backward in (False, True):
     for dropout in (0.0, 0.1):
-      function = _attention("jax", backward, dropout)
+      function = _attention(backward, dropout)
       name = "forward and backward" if backward else "forward"
       for word in ("auto", "blockwise"):
         full = f"attention, {word}, {name}, dropout {dropout}"
@@ -170,40 +149,34 @@ def _form_rows() -> list[Row]:
   return rows
 
 
-# Memory -------------------------------------------------------------------------------
-
-
-def _memory_rows() -> list[Row]:
-  """Return temporary bytes, in place of microseconds, of a training step's program."""
-  ours, plain, _ = train_step._steps()
-  return [train_step._memory(ours, plain)]
-
-
 # The table ----------------------------------------------------------------------------
 
 
-def _rows_of(group: str) -> list[Row]:
-  if group == "eager":
-    return [*eager.rows(), *_eager_on_cuda()]
-  if group == "attention":
-    return [*_attention_rows(), *_form_rows()]
-  if group == "memory":
-    return _memory_rows()
-  modules = {"train_step": train_step, "compiled": compiled, "lengths": lengths}
-  return modules[group].rows()
+def _groups(times: dict[str, dict[str, float]]) -> dict[str, Callable[[], list[Row]]]:
+  """Return the function that measures each group of rows, beside times on CUDA."""
+  return {
+    "eager": eager.rows,
+    "programs": lambda: _program_rows(times),
+    "train_step": lambda: [*train_step.rows(), *_training_rows(times)],
+    "attention": lambda: [*_attention_rows(), *_form_rows()],
+    "compiled": compiled.rows,
+    "lengths": lengths.rows,
+    "memory": lambda: [train_step.memory_row(*train_step.steps(_model_size()))],
+  }
 
 
 def main(_) -> None:
   """Entry point of `absl.app.run`."""
-  unknown = set(_ONLY.value) - set(_GROUPS)
-  if unknown:
-    raise app.UsageError(f"no groups {sorted(unknown)}; there are {_GROUPS}")
+  groups = _groups(_cuda_times())  # before JAX takes the device's memory
+  only = _ONLY.value or list(groups)
+  if unknown := sorted(set(only) - set(groups)):
+    raise app.UsageError(f"expects groups of {list(groups)}, but got {unknown}")
   torchax.enable_globally()
   path = pathlib.Path(_OUT.value)
   path.parent.mkdir(parents=True, exist_ok=True)
   rows: list[Row] = []
-  for group in _ONLY.value:
-    rows += _rows_of(group)
+  for group in only:
+    rows += groups[group]()
     path.write_text(table(rows))  # an interrupted run leaves the rows measured so far
   print(path.read_text())
 

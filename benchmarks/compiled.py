@@ -1,11 +1,12 @@
 """`torch.compile(backend="jax")` of plain CPU tensors, against torch itself.
 
 A training step is forward, backward and SGD of the transformer blocks of
-`train_step.py`, in a given width. The baselines are eager torch and, if a C++ compiler
+`transformer.py`, in a given width. The baselines are eager torch and, if a C++ compiler
 is installed, torch's own compiler, Inductor.
 """
 
 import copy
+import dataclasses
 import functools
 import pathlib
 import shutil
@@ -19,48 +20,17 @@ import torch.nn.functional as F
 import torchax
 from benchmarks import train_step
 from benchmarks.timing import Row, compare
+from benchmarks.transformer import Size
 
-BLOCKS, BATCH, LENGTH = 4, 8, 64
+SIZE = Size(batch=8)
 WIDTHS = (128, 256, 512)
 DEEP = 12
 PARAMETERS = 1 << 24
 
 
-def _model(width: int, blocks: int) -> torch.nn.Module:
-  torch.manual_seed(0)
-  before, train_step.WIDTH = train_step.WIDTH, width
-  try:
-    return torch.nn.Sequential(*[train_step.Block() for _ in range(blocks)])
-  finally:
-    train_step.WIDTH = before
-
-
-class Sized(torch.nn.Module):
-  """Blocks of `train_step.py` in a given width."""
-
-  def __init__(self, width: int, blocks: int):
-    super().__init__()
-    self.blocks, self.width = _model(width, blocks), width
-
-  def forward(self, x):
-    for block in self.blocks:
-      x = self._block(block, x)
-    return x
-
-  def _block(self, block, x):
-    batch, length, _ = x.shape
-    heads = (batch, length, 3, train_step.HEADS, self.width // train_step.HEADS)
-    query, key, value = block.qkv(block.norm1(x)).view(heads).permute(2, 0, 3, 1, 4)
-    mixed = F.scaled_dot_product_attention(query, key, value)
-    mixed = mixed.transpose(1, 2).reshape(batch, length, self.width)
-    x = x + F.dropout(block.out(mixed), train_step.RATE)
-    hidden = F.dropout(F.gelu(block.up(block.norm2(x))), train_step.RATE)
-    return x + F.dropout(block.down(hidden), train_step.RATE)
-
-
-def _step(model, run, width):
+def _step(model, run, size):
   optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-  x, y = torch.randn(BATCH, LENGTH, width), torch.randn(BATCH, LENGTH, width)
+  x, y = size.data("cpu")
 
   def step():
     optimizer.zero_grad()
@@ -72,44 +42,41 @@ def _step(model, run, width):
   return step
 
 
-def _steps(width: int, *backends: str | None, blocks: int = BLOCKS):
+def _steps(size: Size, *backends: str | None):
   """Yield a step for each backend of `torch.compile`; None for eager torch."""
-  first = Sized(width, blocks)
+  first = size.model()
   for backend in backends:
     model = copy.deepcopy(first)
     run = model if backend is None else torch.compile(model, backend=backend)
-    yield _step(model, run, width)
+    yield _step(model, run, size)
 
 
 def _training() -> list[Row]:
   rows = []
   for width in WIDTHS:
     goal = 1.0 if width >= 256 else None
+    size = dataclasses.replace(SIZE, width=width)
     name = f"torch.compile step on CPU tensors, width {width}"
-    rows.append(compare(name, *_steps(width, "jax", None), goal, "torch"))
+    rows.append(compare(name, *_steps(size, "jax", None), goal, "torch"))
     if shutil.which("g++"):
-      steps = _steps(width, "jax", "inductor")
+      steps = _steps(size, "jax", "inductor")
       rows.append(compare(name, *steps, None, "inductor"))
   return rows
 
 
-def _first_step(width: int) -> Row:
+def _first_step() -> Row:
   """Measure the first step of a deep model against that of plain JAX, same depth."""
   times = []
   for _ in range(3):
     jax.clear_caches()
     torch.compiler.reset()
-    (step,) = _steps(width, "jax", blocks=DEEP)
+    (step,) = _steps(dataclasses.replace(SIZE, blocks=DEEP), "jax")
     start = time.perf_counter()
     step()
     ours = time.perf_counter() - start
-    before, train_step.BLOCKS = train_step.BLOCKS, DEEP
-    try:
-      _, plain, _ = train_step._steps()
-      start = time.perf_counter()
-      jax.block_until_ready(plain())
-    finally:
-      train_step.BLOCKS = before
+    _, plain = train_step.steps(Size(blocks=DEEP))
+    start = time.perf_counter()
+    jax.block_until_ready(plain())
     times.append((ours * 1e6, (time.perf_counter() - start) * 1e6))
   ours_us, plain_us = (sorted(column)[1] for column in zip(*times))
   name = f"first torch.compile step of {DEEP} blocks (trace and compile)"
@@ -152,4 +119,4 @@ def _memory() -> list[Row]:
 def rows() -> list[Row]:
   """Return the rows of steps by width, of a first step and of memory."""
   with torchax.disable_temporarily():
-    return [*_training(), _first_step(train_step.WIDTH), *_memory()]
+    return [*_training(), _first_step(), *_memory()]

@@ -1,4 +1,4 @@
-"""Compiled training step of four transformer blocks with twelve dropouts.
+"""Compiled training step of transformer blocks, each with three dropouts.
 
 The baseline is the same step in plain JAX with explicit keys: `dot_general` on weights
 that are not transposed, fused query-key-value projection, softmax attention, GELU.
@@ -10,38 +10,14 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
 import torch.nn.functional as F
 from jax import lax
 
 from benchmarks.timing import Row, arrays, compare
+from benchmarks.transformer import LEARNING_RATE, RATE, Size
 from torchax.interop import JittableModule, jax_jit, jax_value_and_grad
 
-BLOCKS, WIDTH, HEADS, LENGTH, BATCH, RATE = 4, 128, 4, 64, 16, 0.1
-LEARNING_RATE = 0.01
-
-
-class Block(torch.nn.Module):
-  """Pre-norm transformer block with three dropouts."""
-
-  def __init__(self):
-    super().__init__()
-    self.norm1 = torch.nn.LayerNorm(WIDTH)
-    self.qkv = torch.nn.Linear(WIDTH, 3 * WIDTH)
-    self.out = torch.nn.Linear(WIDTH, WIDTH)
-    self.norm2 = torch.nn.LayerNorm(WIDTH)
-    self.up = torch.nn.Linear(WIDTH, 4 * WIDTH)
-    self.down = torch.nn.Linear(4 * WIDTH, WIDTH)
-
-  def forward(self, x):
-    batch, length, _ = x.shape
-    qkv = self.qkv(self.norm1(x)).view(batch, length, 3, HEADS, WIDTH // HEADS)
-    query, key, value = qkv.permute(2, 0, 3, 1, 4)
-    mixed = F.scaled_dot_product_attention(query, key, value)
-    mixed = mixed.transpose(1, 2).reshape(batch, length, WIDTH)
-    x = x + F.dropout(self.out(mixed), RATE)
-    hidden = F.dropout(F.gelu(self.up(self.norm2(x))), RATE)
-    return x + F.dropout(self.down(hidden), RATE)
+SMALL = Size()
 
 
 def _linear(p, name, x):
@@ -61,29 +37,35 @@ def _dropout(key, x):
   return jnp.where(mask, x / (1 - RATE), 0)
 
 
-def _block(p, keys, x):
-  batch, length, _ = x.shape
-  qkv = _linear(p, "qkv", _norm(p, "norm1", x))
-  qkv = qkv.reshape(batch, length, 3, HEADS, WIDTH // HEADS)
-  query, key, value = jnp.transpose(qkv, (2, 0, 3, 1, 4))
-  scores = jnp.einsum("bhle,bhse->bhls", query, key) / np.sqrt(WIDTH // HEADS)
+def _attention(query, key, value):
+  if jax.default_backend() == "gpu" and query.dtype == jnp.bfloat16:
+    return jax.nn.dot_product_attention(query, key, value, implementation="cudnn")
+  query, key, value = (jnp.swapaxes(part, 1, 2) for part in (query, key, value))
+  scores = jnp.einsum("bhle,bhse->bhls", query, key) / np.sqrt(query.shape[-1])
   mixed = jnp.einsum("bhls,bhse->bhle", jax.nn.softmax(scores), value)
-  mixed = jnp.transpose(mixed, (0, 2, 1, 3)).reshape(batch, length, WIDTH)
+  return jnp.swapaxes(mixed, 1, 2)
+
+
+def _block(p, keys, x, heads):
+  batch, length, width = x.shape
+  qkv = _linear(p, "qkv", _norm(p, "norm1", x))
+  qkv = qkv.reshape(batch, length, 3, heads, width // heads)
+  mixed = _attention(*jnp.transpose(qkv, (2, 0, 1, 3, 4))).reshape(x.shape)
   x = x + _dropout(keys[0], _linear(p, "out", mixed))
   hidden = jax.nn.gelu(_linear(p, "up", _norm(p, "norm2", x)), approximate=False)
   return x + _dropout(keys[2], _linear(p, "down", _dropout(keys[1], hidden)))
 
 
-def _plain_step(params, key, count, x, y):
+def _plain_step(size, params, key, count, x, y):
   def loss(params):
-    keys = jax.random.split(jax.random.fold_in(key, count), (BLOCKS, 3))
+    keys = jax.random.split(jax.random.fold_in(key, count), (size.blocks, 3))
     out = x
-    for index in range(BLOCKS):
+    for index in range(size.blocks):
       prefix = f"{index}."
       own = {
         k.removeprefix(prefix): v for k, v in params.items() if k.startswith(prefix)
       }
-      out = _block(own, keys[index], out)
+      out = _block(own, keys[index], out, size.heads)
     return jnp.mean((out - y) ** 2)
 
   value, grads = jax.value_and_grad(loss)(params)
@@ -91,13 +73,10 @@ def _plain_step(params, key, count, x, y):
   return value, updated
 
 
-def _steps():
+def steps(size: Size = SMALL):
   """Return our step and JAX's on the same data, not compiled yet."""
-  torch.manual_seed(0)
-  model = torch.nn.Sequential(*[Block() for _ in range(BLOCKS)]).to("jax")
-  module = JittableModule(model)
-  x = torch.randn(BATCH, LENGTH, WIDTH, device="jax")
-  y = torch.randn(BATCH, LENGTH, WIDTH, device="jax")
+  module = JittableModule(size.model().to("jax"))
+  x, y = size.data("jax")
   params = {name: p.detach() for name, p in module.params.items()}
 
   def loss(params, x, y):
@@ -111,9 +90,15 @@ def _steps():
 
   plain_params = {name: p.jax() for name, p in params.items()}
   ours = functools.partial(jax_jit(step), params, x, y)
-  jitted = jax.jit(_plain_step)
-  plain = functools.partial(jitted, plain_params, jax.random.key(0), np.uint32(0))
-  return ours, functools.partial(plain, x.jax(), y.jax()), jitted
+  plain = functools.partial(
+    jax.jit(functools.partial(_plain_step, size)),
+    plain_params,
+    jax.random.key(0),
+    np.uint32(0),
+    x.jax(),
+    y.jax(),
+  )
+  return ours, plain
 
 
 def _first_call(step) -> float:
@@ -128,20 +113,20 @@ def rows() -> list[Row]:
   times = []
   for _ in range(3):
     jax.clear_caches()
-    ours, plain, _ = _steps()
+    ours, plain = steps()
     times.append((_first_call(ours), _first_call(plain)))
   first.ours_us, first.baseline_us = (sorted(column)[1] for column in zip(*times))
-  ours, plain, _ = _steps()
-  name = f"train step, {BLOCKS} transformer blocks, {3 * BLOCKS} dropouts"
+  ours, plain = steps()
+  blocks = SMALL.blocks
+  name = f"train step, {blocks} transformer blocks, {3 * blocks} dropouts"
   steady = compare(name, lambda: ours()[0], lambda: plain()[0], 0.90)
-  return [steady, first, _memory(ours, plain)]
+  return [steady, first, memory_row(ours, plain)]
 
 
-def _memory(ours, plain) -> Row:
+def memory_row(ours, plain) -> Row:
   """Return XLA's estimate of temporary memory, bytes in place of microseconds."""
   own = ours.func.lower(*ours.args).compile().memory_analysis()
-  their = plain.func.func if isinstance(plain.func, functools.partial) else plain.func
-  theirs = their.lower(*plain.args).compile().memory_analysis()
+  theirs = plain.func.lower(*plain.args).compile().memory_analysis()
   return Row(
     "train step, temporary memory (bytes)",
     "plain JAX",
