@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from accelerators import cpu_only
 from small_tensors import in_environment, jax_vector, learned_vector, vector  # noqa: F401  a fixture
 
 from torchax import interop
@@ -296,6 +297,7 @@ def test_other_torch_compile_backend_error_names_ours(backend):
     compiled(vector())
 
 
+@cpu_only("JAX declares arrays on a GPU read-only, which torch.tensor refuses")
 def test_torch_factories_accept_arrays():
   assert torch.tensor(jax_vector()).tolist() == [0, 1, 2]
   assert torch.asarray(jax_vector()).tolist() == [0, 1, 2]

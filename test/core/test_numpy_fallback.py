@@ -8,9 +8,12 @@ import jax.numpy as jnp
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerators import cpu_only
 
 import torchax
 from torchax.core import numpy_fallback
+
+pytestmark = cpu_only("numpy computes for small arrays of CPU devices only")
 
 DTYPES = torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.int32
 SIZE = iter(range(20, 20_000))

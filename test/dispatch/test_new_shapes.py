@@ -7,6 +7,7 @@ import jax
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerators import cpu_only
 
 import torchax
 from torchax.dispatch import new_shapes
@@ -62,6 +63,7 @@ def test_other_shapes_share_the_program_of_bits():
   assert len(first) == 1
 
 
+@cpu_only("programs for single shapes replace shared ones on CPU devices only")
 def test_frequent_shapes_get_one_program(monkeypatch):
   monkeypatch.setattr(new_shapes, "OFTEN", 3)
   x = ones(next(SIZE))

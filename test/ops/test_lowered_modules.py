@@ -7,6 +7,7 @@ import jax
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerators import ON_CPU
 from ops.harness import floats, ints
 
 import torchax
@@ -99,7 +100,8 @@ ROWS = {
     (IMAGE,),
     {"broadcast_in_dim": 2, "gather": 0},
   ),
-  "cumsum": (lambda x: x.cumsum(-1), (TOKENS,), {"reduce_window": 1}),
+  # JAX has another algorithm for GPUs.
+  "cumsum": (lambda x: x.cumsum(-1), (TOKENS,), {"reduce_window": 1} if ON_CPU else {}),
   "sort": (lambda x: x.sort(-1), (TOKENS,), {"sort": 1}),
   "masked_fill": (
     lambda x: x.masked_fill(x > 0, 0.0),

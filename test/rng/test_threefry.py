@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from accelerators import cpu_only
 
 from torchax.rng import rejection, samplers, threefry
 
@@ -76,6 +77,7 @@ SAMPLERS = [
 ]
 
 
+@cpu_only("JAX's own threefry runs on accelerators")
 @pytest.mark.parametrize("row", SAMPLERS, ids=lambda row: row[0].__name__)
 def test_every_sampler_draws_as_with_jaxs_key(row, monkeypatch):
   sampler, *args = row

@@ -9,7 +9,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from torchax.interop import JittableModule, jax_jit
 
-X = torch.linspace(-1, 1, 12).reshape(4, 3)
+X = (torch.arange(12.0) * 7 % 5 - 2).reshape(4, 3)
 
 
 class Model(torch.nn.Module):
