@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from torchax.core import out_of_range
 from torchax.ops.builtin import op
+from torchax.ops.jaten._arguments import dim_of
 from torchax.registry.index_rules import Condition
 from torchax.registry.names import aten
 
@@ -114,7 +115,7 @@ def _aten_segment_reduce(
     raise RuntimeError(
       f"segment_reduce() expects floating-point data, but got {data.dtype}."
     )
-  axis %= data.ndim
+  axis = dim_of(axis, data.ndim)
   if indices is not None:
     raise RuntimeError("segment_reduce(): indices are not supported, pass lengths.")
   ends = _offsets(lengths, offsets, axis)
@@ -169,7 +170,7 @@ def _aten__segment_reduce_backward(
   initial=None,
 ):
   """Return the gradient of `data`; equal extrema share it equally."""
-  axis %= data.ndim
+  axis = dim_of(axis, data.ndim)
   ends = _offsets(lengths, offsets, axis)
   count = ends.shape[-1] - 1
   if data.size == 0 or count == 0:
