@@ -4,6 +4,8 @@ Each row trains with a compiled step only, from the first step on, under a learn
 schedule. Parameters and state are compared with torch on the CPU.
 """
 
+import functools
+
 import pytest
 import torch
 from torch import nn, optim
@@ -240,6 +242,42 @@ def test_a_hook_changing_groups_in_a_traced_step_raises():
   with pytest.raises(TracedStateError, match="SGD changes 'lr'"):
     jax_jit(lambda x: _step(model, optimizer, x))(X.to("jax"))
   assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize(
+  "compile_step",
+  [jax_jit, torchax.compile, lambda step: functools.partial(torchax.explain, step)],
+)
+def test_a_schedule_in_a_compiled_function_raises(compile_step):
+  model = _model().to("jax")
+  optimizer = optim.SGD(model.parameters(), 1.0)
+  schedule = optim.lr_scheduler.StepLR(optimizer, 1)
+  before = {name: p.clone() for name, p in model.state_dict().items()}
+
+  def step(x):
+    loss = _step(model, optimizer, x)
+    schedule.step()
+    return loss
+
+  with pytest.raises(TracedStateError, match="changes 'lr'.*schedule after the call"):
+    compile_step(step)(X.to("jax"))
+  assert optimizer.param_groups[0]["lr"] == 1.0
+  assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
+
+
+def test_equal_numbers_may_be_assigned_to_groups_in_a_trace():
+  model = _model().to("jax")
+  optimizer = optim.SGD(model.parameters(), 1.0)
+
+  @jax_jit
+  def step(x):
+    loss = _step(model, optimizer, x)
+    for group in optimizer.param_groups:
+      group["lr"] = float("1.0")
+    return loss
+
+  losses = [step(X.to("jax")) for _ in range(2)]
+  assert losses[0] != losses[1]
 
 
 def test_step_hooks_are_installed_only_during_a_trace():

@@ -44,11 +44,39 @@ class StateTarget:
     return f"{type(optimizer).__name__}.state[{number}][{self.name!r}]"
 
 
+class Groups:
+  """Parameter groups of an optimizer at one time."""
+
+  def __init__(self, optimizer: torch.optim.Optimizer):
+    self._optimizer = optimizer
+    self._groups = [(group, dict(group)) for group in optimizer.param_groups]
+
+  def changed(self) -> list[str]:
+    """Return the names of entries that have another value now."""
+    now = self._optimizer.param_groups
+    names = [] if len(now) == len(self._groups) else ["params"]
+    for group, (_, before) in zip(now, self._groups):
+      names += [
+        name
+        for name, value in group.items()
+        if value is not before.get(name) and not _is_equal(before.get(name), value)
+      ]
+    return names
+
+  def restore(self) -> None:
+    """Restore the groups and their entries."""
+    for group, before in self._groups:
+      group.clear()
+      group.update(before)
+    self._optimizer.param_groups[:] = [group for group, _ in self._groups]
+
+
 class State:
-  """State of an optimizer before its first step in a trace."""
+  """State and parameter groups of an optimizer before its first step in a trace."""
 
   def __init__(self, optimizer: torch.optim.Optimizer):
     self.optimizer = optimizer
+    self._groups = Groups(optimizer)
     # Parameters whose state `optimizers.py` created before the step.
     self._created: list[torch.Tensor] = []
     self._before = {
@@ -61,8 +89,16 @@ class State:
     """Return the entries that steps in a trace have assigned, and their tensors.
 
     Raises:
-      TracedStateError: a changed entry is not a jax tensor, so it cannot be a result.
+      TracedStateError: a changed entry is not a jax tensor, so it cannot be a result;
+        or the function has changed the parameter groups.
     """
+    if changed := self._groups.changed():
+      raise TracedStateError(
+        f"`{boundary.name}` changes {changed[0]!r} of the parameter groups of "
+        f"{type(self.optimizer).__name__}, which a compiled function does only while "
+        "it is traced. Step a learning-rate schedule after the call: the next call "
+        "reads the new number."
+      )
     found: list[tuple[StateTarget, torch.Tensor]] = []
     for parameter, entries in self.optimizer.state.items():
       if not isinstance(entries, dict):
@@ -90,6 +126,7 @@ class State:
     Args:
       has_failed: the trace has failed; remove the state passed to `keep` as well.
     """
+    self._groups.restore()
     state = self.optimizer.state
     for parameter in self._created if has_failed else ():
       self._before.pop(parameter, None)

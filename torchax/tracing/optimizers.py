@@ -153,14 +153,14 @@ class _Step:
   def __init__(self, optimizer: torch.optim.Optimizer):
     self._optimizer = optimizer
     self._before = dict(vars(optimizer))
-    self._groups = [dict(group) for group in optimizer.param_groups]
+    self._groups = optimizer_state.Groups(optimizer)
     self.copy = object.__new__(type(optimizer))
     vars(self.copy).update(self._before)
     groups = [
       _traced_group(optimizer, number) for number in range(len(optimizer.param_groups))
     ]
     self.copy.param_groups = groups
-    self._inside = [dict(group) for group in groups]
+    self._inside = optimizer_state.Groups(self.copy)
     vars(self.copy)[_STEP] = self
 
   def end(self) -> None:
@@ -169,14 +169,8 @@ class _Step:
     Raises:
       TracedStateError: the step has changed the parameter groups.
     """
-    changed = [
-      *_differences(self.copy.param_groups, self._inside),
-      *_differences(self._optimizer.param_groups, self._groups),
-    ]
-    if changed:
-      for group, before in zip(self._optimizer.param_groups, self._groups):
-        group.clear()
-        group.update(before)
+    if changed := [*self._inside.changed(), *self._groups.changed()]:
+      self._groups.restore()
       raise TracedStateError(
         f"{type(self._optimizer).__name__} changes {changed[0]!r} of its parameter "
         "groups in a step, which a compiled function does only while it is traced. Run "
@@ -190,13 +184,6 @@ class _Step:
 
 # Attribute that links a copy to its `_Step`.
 _STEP = "_torchax_step"
-
-
-def _differences(groups: list[dict], known: list[dict]) -> list[str]:
-  found = [] if len(groups) == len(known) else ["params"]
-  for group, before in zip(groups, known):
-    found += [name for name in group if group[name] is not before.get(name)]
-  return found
 
 
 def _traced_group(optimizer: torch.optim.Optimizer, number: int) -> dict:

@@ -1,5 +1,6 @@
 """Functions with gradients of their own."""
 
+import pytest
 import torch
 
 from torchax.compat import torch_compat
@@ -35,3 +36,13 @@ def test_apply_function_equals_apply_under_transforms():
   assert torch.equal(torch.func.vmap(twice)(rows), rows * 2)
   gradient = torch.func.grad(lambda x: twice(x).sum())(torch.ones(3))
   assert torch.equal(gradient, torch.full((3,), 2.0))
+
+
+def test_failed_cuda_backward_names_the_ways_out():
+  def fail(gradient):  # the assertion of torch's engine for any CUDA tensor
+    raise RuntimeError("opt_ready_stream && opt_parent_stream INTERNAL ASSERT FAILED")
+
+  x = torch.ones(3, requires_grad=True)
+  x.register_hook(fail)
+  with pytest.raises(RuntimeError, match="161129.*does not import torchax"):
+    (x * 2).sum().backward()

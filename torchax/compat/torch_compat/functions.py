@@ -36,20 +36,33 @@ _run_backward = private.find(
 )
 
 
+_CUDA_BACKWARD = (
+  "torch cannot run a backward pass on CUDA in a process that has another accelerator, "
+  "such as jax (https://github.com/pytorch/pytorch/issues/161129). Move the model to "
+  'jax, which uses the GPU too: model.to("jax"). Or train on CUDA in a process that '
+  "does not import torchax."
+)
+
+
 def keep_overrides_in_backward() -> None:
   """Keep `__torch_function__` of classes enabled inside backward passes.
 
   torch disables it while it runs `backward` or `grad` of tensors whose class has it.
-  Hooks, checkpoints and backward formulas of a user need it.
+  Hooks, checkpoints and backward formulas of a user need it. The same function explains
+  torch's assertion about CUDA: torch has one accelerator, and that is jax.
   """
-
   if _run_backward is None:
     return
 
   @functools.wraps(_run_backward)
   def _engine_run_backward(*args, **kwargs):
-    with with_function_overrides():
-      return _run_backward(*args, **kwargs)
+    try:
+      with with_function_overrides():
+        return _run_backward(*args, **kwargs)
+    except RuntimeError as error:
+      if "opt_ready_stream && opt_parent_stream" not in str(error):
+        raise
+      raise RuntimeError(_CUDA_BACKWARD) from error
 
   patch(torch.autograd, "_engine_run_backward", _engine_run_backward, _HOOKS)
 
