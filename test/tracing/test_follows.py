@@ -4,6 +4,7 @@ A row is a kind of change, a column a way to compile.
 """
 
 import functools
+import importlib
 import random
 
 import numpy as np
@@ -332,6 +333,28 @@ def test_a_draw_on_the_host_raises(way, draw):
   assert "jax" in str(caught.value)
   after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
   assert torch.equal(before[0], after[0]) and before[1:] == after[1:]
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_an_import_in_a_trace_may_draw_and_the_function_not(
+  draws, tmp_path, monkeypatch
+):
+  name = f"drawn_while_imported_{draws}"
+  (tmp_path / f"{name}.py").write_text("import random\nSCALE = random.random()\n")
+  monkeypatch.syspath_prepend(tmp_path)
+
+  @jax_jit
+  def run(x):
+    module = importlib.import_module(name)
+    return x * module.SCALE + (random.random() if draws else 0)
+
+  state = random.getstate()
+  if draws:
+    with pytest.raises(TracedDrawError, match="Python's `random`"):
+      run(ONES.to("jax"))
+  else:
+    assert run(ONES.to("jax")).tolist() == run(ONES.to("jax")).tolist()
+  assert random.getstate() == state
 
 
 # Optimizers ---------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import functools
 import itertools
 import operator
 import random
+import sys
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -264,7 +265,7 @@ class Traced:
       ]
       args, kwargs = static_arguments.unbox(jax.tree.unflatten(treedef, inner))
       try:
-        with on_host(self.__name__, self.location):
+        with on_host(self.__name__, self.location, needs):
           out = self.function(*args, **kwargs)
         out = static_arguments.box_results(out, self.__name__)
         arrays = arrays_of(out)
@@ -392,11 +393,14 @@ class Traced:
 
 
 @contextlib.contextmanager
-def on_host(name: str, location: tuple[str, int] | None) -> Iterator[None]:
+def on_host(
+  name: str, location: tuple[str, int] | None, needs: list[Callable]
+) -> Iterator[None]:
   """Refuse draws of Python's and numpy's generators; guard on numpy arrays.
 
   Such a draw would happen once, in the trace, and every call would reuse its number.
-  Does nothing in a nested trace, since the outermost one covers it.
+  Does nothing in a nested trace, since the outermost one covers it. A module may draw
+  while it is imported: after an import the trace is repeated, by an entry in `needs`.
 
   Raises:
     TracedDrawError: the block has drawn; the generator's state is restored.
@@ -404,16 +408,18 @@ def on_host(name: str, location: tuple[str, int] | None) -> Iterator[None]:
   if active.boundary.parent is not None:
     yield
     return
-  python, numpy = random.getstate(), np.random.get_state()
+  python, numpy, modules = random.getstate(), np.random.get_state(), len(sys.modules)
   with host_operations.following_arrays:
     yield
+  drawn = []
   if random.getstate() != python:
     random.setstate(python)
-    raise TracedDrawError(
-      host_operations.draw_message(f"Python's `random` in {name}", location)
-    )
+    drawn.append("Python's `random`")
   if not all(map(np.array_equal, np.random.get_state(), numpy)):
     np.random.set_state(numpy)
-    raise TracedDrawError(
-      host_operations.draw_message(f"`np.random` in {name}", location)
-    )
+    drawn.append("`np.random`")
+  if drawn and len(sys.modules) > modules:
+    needs.append(lambda: None)
+  elif drawn:
+    message = host_operations.draw_message(f"{drawn[0]} in {name}", location)
+    raise TracedDrawError(message)
