@@ -6,6 +6,7 @@ A new view operator of torch needs a row here. Public functions are tested in
 
 import pytest
 import torch
+from accelerators import ON_CPU
 from compare import assert_same
 from ops.harness import floats
 
@@ -267,7 +268,14 @@ def test_writes_go_both_ways(row):
 CHUNKS = [ROWS[start::4] for start in range(4)]
 
 
-@pytest.mark.parametrize("rows", CHUNKS, ids=range(4))
+def _chunk(number: int):
+  aborts = number == 2 and not ON_CPU
+  reason = "XLA of JAX 0.11.2 aborts while it compiles this program for a GPU"
+  marks = [pytest.mark.xfail(reason=reason, run=False)] if aborts else []
+  return pytest.param(CHUNKS[number], marks=marks, id=str(number))
+
+
+@pytest.mark.parametrize("rows", map(_chunk, range(4)))
 def test_writes_go_both_ways_in_a_compiled_function(rows):
   sources = [_sources(row) for row in rows]
 

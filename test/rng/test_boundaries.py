@@ -65,7 +65,8 @@ def test_only_the_donated_argument_is_given_away(argnums):
     kept, bumped = compiled(x, y)
     assert torch.equal(bumped, _x(64) + 1)
     assert array_y.is_deleted() and not array_x.is_deleted()
-    assert set((kept / _x(64)).tolist()) == {0.0, 2.0}
+    assert torch.equal((kept - _x(64)).abs(), _x(64)), "each is 0 or twice x"
+    assert 0 < kept.count_nonzero() < 64
 
 
 def test_a_seed_after_donation_still_works():

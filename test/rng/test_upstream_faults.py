@@ -318,7 +318,10 @@ for specs in (P("data"), (P("data"),)):
 
 
 def test_shard_masks_follow_the_policy_for_any_in_specs():
-  flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+  flags = {
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+  }
   done = subprocess.run(
     [sys.executable, "-c", _SHARDS],
     env={**os.environ, **flags},
