@@ -22,7 +22,7 @@ def _first_call(depth: int) -> float:
   """Return the microseconds of the first call of a step, compilation included."""
   torch.manual_seed(0)
   layer = torch.nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, batch_first=True)
-  encoder = torch.nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
+  encoder = torch.nn.TransformerEncoder(layer, depth)
   x = torch.randn(2, LENGTH, WIDTH, device="jax")
   module = JittableModule(scan_layers(encoder.to("jax"), x))
   params = {name: p.detach() for name, p in module.params.items()}

@@ -77,7 +77,7 @@ def _sequential():
 
 def _encoder():
   layer = nn.TransformerEncoderLayer(4, 2, 8, 0.5, batch_first=True)
-  return nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+  return nn.TransformerEncoder(layer, 3)
 
 
 MODELS = {

@@ -219,3 +219,9 @@ def _aten__transformer_encoder_layer_fwd(
     return src + feed(norm_2(src))
   src = norm_1(src + attend(src))
   return norm_2(src + feed(src))
+
+
+@op(aten._nested_tensor_from_mask_left_aligned, compiled=False)
+def _aten__nested_tensor_from_mask_left_aligned(t, mask):
+  """Return False: `TransformerEncoder` then computes on the padded tensor."""
+  return False
