@@ -46,6 +46,36 @@ def test_casts_are_part_of_the_graph(x, name):
   assert torch.equal(actual.cpu(), expected.cpu())
 
 
+# Dtypes of 64 bits, which JAX stores in 32 --------------------------------------------
+
+WIDE = {
+  "branch on a dtype": lambda x: x * 2 if x.argmax(0).dtype is torch.int64 else x,
+  "double": lambda x: x * 2 if x.double().dtype is torch.float64 else x,
+  "masked_scatter_": lambda x: x.argsort(0).masked_scatter_(x > 0, x.int()),
+  "scatter_": lambda x: x.int().scatter_(0, x.argsort(0), x.argsort(1)),
+  "scatter_ of a factory": lambda x: torch.arange(4, device=x.device).scatter_(
+    0, x[:, 0].argsort(), x[:, 1].int()
+  ),
+  "take": lambda x: x.take(x[:, :4].argsort(0)),
+  "take of a factory": lambda x: torch.take(x, torch.arange(3, device=x.device)),
+  "take_along_dim": lambda x: torch.take_along_dim(x, x.argsort(0).int(), 0),
+  "max_unpool1d": lambda x: F.max_unpool1d(
+    *F.max_pool1d(x[None], 2, return_indices=True), 2
+  ),
+  "max_unpool3d": lambda x: F.max_unpool3d(
+    *F.max_pool3d(x.reshape(1, 2, 4, 4), 2, return_indices=True), 2
+  ),
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_graph_has_the_dtypes_that_jax_stores(x, name):
+  function = WIDE[name]
+  actual, expected = compiled(function, fullgraph=True)(x), function(x)
+  assert actual.dtype is expected.dtype
+  assert torch.equal(actual.cpu(), expected.cpu())
+
+
 # Values of tensors break the graph ----------------------------------------------------
 
 READS = {

@@ -17,6 +17,7 @@ from torchax.environment import default_env
 from torchax.errors import ConversionError, MixedDeviceError, TracedStateError
 from torchax.functions import indexing
 from torchax.graphs import higher_order
+from torchax.registry.names import aten
 from torchax.tensor import META, Payload, Tensor
 
 
@@ -71,7 +72,8 @@ class Fake(Tensor):
     with torch_compat.without_function_overrides():
       if func in _SUBSCRIPTS:
         return _subscript(func, *args)
-      return func(*args, **(kwargs or {}))
+      args, kwargs = _with_long_indices(func, (args, kwargs or {}))
+      return func(*args, **kwargs)
 
   def __tensor_flatten__(self):
     return ["_shell"], Payload(None, None, None)
@@ -183,6 +185,26 @@ def _subscript(func, tensor, index, *value):
   return func(view, ..., *value) if value else view
 
 
+# torch refuses 32-bit indices here. JAX stores no others, except in x64 mode.
+_OF_LONG_INDICES = frozenset({
+  torch.take_along_dim, torch.Tensor.take_along_dim, aten.take.default,
+  aten.max_unpool2d.default, aten.max_unpool3d.default,
+})  # fmt: skip
+
+
+def _with_long_indices(func, arguments):
+  """Return arguments with int64 in place of int32 where `func` requires it."""
+  if func not in _OF_LONG_INDICES:
+    return arguments
+  return torch_pytree.tree_map_only(torch.Tensor, _widen, arguments)
+
+
+def _widen(tensor: torch.Tensor) -> torch.Tensor:
+  if tensor.dtype is not torch.int32:
+    return tensor
+  return Fake(tensor._shell.long()) if isinstance(tensor, Fake) else tensor.long()
+
+
 def _dispatch(func, args, kwargs):
   tree_map = torch_pytree.tree_map
   for value in torch_pytree.tree_leaves((args, kwargs)):
@@ -191,15 +213,25 @@ def _dispatch(func, args, kwargs):
         f'{func} was given tensors on "jax" and one of shape {list(value.shape)} on '
         'cpu. Move it first: `.to("jax")`.'
       )
-  plain_args, plain_kwargs = tree_map(_inner, args), tree_map(_inner, kwargs)
+  plain = _with_long_indices(func, tree_map(_inner, (args, kwargs)))
+  plain_args, plain_kwargs = plain
   try:
     result = func(*plain_args, **plain_kwargs)
   except (NotImplementedError, torch_compat.UnsupportedOperatorException):
     result = _by_lowering(func, plain_args, plain_kwargs)
     if result is None:
       raise
-  result = torch_pytree.tree_map_only(torch.Tensor, Fake, result)
+  result = torch_pytree.tree_map_only(torch.Tensor, _as_fake, result)
   return torch_compat.correct_aliasing(func, args, kwargs, result)
+
+
+def _as_fake(result: torch.Tensor) -> Fake:
+  """Return a fake with the dtype that JAX stores, as in eager mode."""
+  return Fake(result.to(_stored_dtype(result.dtype)))
+
+
+def _stored_dtype(dtype: torch.dtype) -> torch.dtype:
+  return mappings.j2t_dtype(mappings.t2j_dtype(dtype))
 
 
 def _by_lowering(func, args, kwargs):
@@ -233,6 +265,6 @@ def _inner(value):
     return META
   if torch_compat.is_fake(value) and value.device.type in _KINDS:
     # Created by a factory on the user's device, or by C++ next to a wrapper.
-    layout = (value.shape, value.stride())
-    return torch.empty_strided(*layout, dtype=value.dtype, device=META)
+    layout, dtype = (value.shape, value.stride()), _stored_dtype(value.dtype)
+    return torch.empty_strided(*layout, dtype=dtype, device=META)
   return value
