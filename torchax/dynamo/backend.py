@@ -25,7 +25,7 @@ from torchax.devices.generator import Generator
 from torchax.dynamo import draws, on_jax, recurrent_graphs
 from torchax.dynamo.options import Options
 from torchax.dynamo.program import Keys, Program
-from torchax.graphs.fx import copy_graph, inner_graph, inputs, line_of
+from torchax.graphs.fx import copy_graph, inner_graph, inputs, line_of, results_of
 from torchax.logs import is_enabled
 from torchax.rng import current, packing
 
@@ -129,18 +129,21 @@ def _replace_checkpoints(module: fx.GraphModule, example_inputs: Sequence) -> No
 
 def _compile(options: Options, keys: Keys, name: str, module, example_inputs):
   _log(name, module, keys.rng)
-  return Program(module, options, keys, name)
+  visible = keys.visible if name == "forward" else 0
+  return Program(module, options, keys, name, visible)
 
 
 def _compile_inference(options: Options, keys: Keys, module, example_inputs):
   _key_draws(module.graph, inputs(module.graph)[-1], keys)
   _log("inference", module, keys.rng)
-  return Program(module, options, keys, "inference", is_inference=True)
+  visible = len(results_of(module.graph))
+  return Program(module, options, keys, "inference", visible)
 
 
 def _partition(keys: Keys, module, joint_inputs, *, num_fwd_outputs, **kwargs):
   primals = [node for node in inputs(module.graph) if "tangents" not in node.name]
   _key_draws(module.graph, primals[-1], keys)
+  keys.visible = num_fwd_outputs
   return min_cut_rematerialization_partition(
     module, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs
   )

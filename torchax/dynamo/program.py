@@ -46,7 +46,7 @@ class _Static:
 
 
 class Keys:
-  """Random state shared by the forward and the backward graph of a function.
+  """Random state and results shared by the graphs of a function.
 
   Attributes:
     rng: name of the graphs' input with the packed key.
@@ -54,6 +54,7 @@ class Keys:
     sites: number of draws at each site.
     form: static part of the packed key.
     log: draws of the last call, for ledgers.
+    visible: number of results of the forward graph for its caller, not to be saved.
   """
 
   def __init__(self):
@@ -62,6 +63,7 @@ class Keys:
     self.sites: dict[str, int] = {}
     self.form: Form | None = None
     self.log: tuple = ()
+    self.visible = 0
 
 
 class Program:
@@ -72,7 +74,7 @@ class Program:
     options: options of the backend.
     keys: random state shared with the other graphs of the same function.
     name: name of the program in logs and profiles.
-    is_inference: no backward pass exists, so results may alias each other or inputs.
+    visible: number of results, the first ones, that share memory as in eager mode.
   """
 
   # torch then passes the arguments as one list, so that they can be freed early.
@@ -84,14 +86,14 @@ class Program:
     options: Options,
     keys: Keys,
     name: str,
-    is_inference: bool = False,
+    visible: int,
   ):
     self.module, self.options, self.keys, self.name = module, options, keys, name
     self._inputs = inputs(module.graph)
     self._numbers = list(filter(is_number, module.graph.nodes))
     _require_runnable([n for n in module.graph.nodes if not is_number(n)])
     results = results_of(module.graph)
-    self._outputs = Outputs(results, self._inputs, is_inference=is_inference)
+    self._outputs = Outputs(results, self._inputs, visible)
     is_rng = [node.name == keys.rng for node in self._inputs]
     self._rng = is_rng.index(True) if True in is_rng else None
     self._is_used = [

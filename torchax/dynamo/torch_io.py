@@ -91,7 +91,7 @@ class Outputs:
   Args:
     returned: nodes, and values that are the same in every call.
     inputs: the graph's placeholders.
-    is_inference: no gradient is recorded.
+    visible: number of results for the caller; see `_sharing`.
 
   Attributes:
     arrays: nodes whose arrays the compiled function returns.
@@ -99,14 +99,14 @@ class Outputs:
     passed: positions of the inputs that are returned or viewed.
   """
 
-  def __init__(self, returned: Sequence, inputs: Sequence[fx.Node], is_inference: bool):
+  def __init__(self, returned: Sequence, inputs: Sequence[fx.Node], visible: int):
     self.arrays: list[fx.Node] = []
     self.numbers: list = []
     self.passed: set[int] = set()
     self._results: list[Result] = []
     self._array_index: dict[fx.Node, int] = {}
     index = {node: number for number, node in enumerate(inputs)}
-    shared = _sharing(returned, index, is_inference)
+    shared = _sharing(returned, index, visible)
     self._assemblers = [self._assembler(value, index, shared) for value in returned]
 
   def in_memory_order(self, values: list) -> list[jax.Array]:
@@ -164,31 +164,35 @@ def is_number(node: fx.Node) -> bool:
   return node.target is _SCALAR_TENSOR and all(u.op == "output" for u in node.users)
 
 
-def _sharing(returned: Sequence, inputs: dict, is_inference: bool) -> set[fx.Node]:
+def _sharing(returned: Sequence, inputs: dict, visible: int) -> set[fx.Node]:
   """Return the results that share memory with another result or with an input.
+
+  AOTAutograd makes the views of inputs, except those of operations with several
+  results, such as `split`.
 
   Args:
     returned: results of the graph.
     inputs: its placeholders.
-    is_inference: no gradient is recorded. Otherwise AOTAutograd makes the views, except
-      those of operations with several results, such as `split`.
+    visible: number of results for the caller, who may change them. The others are
+      gradients, or are saved for the backward pass.
   """
-  groups: dict[fx.Node, list[tuple[fx.Node, bool]]] = collections.defaultdict(list)
-  for node in returned:
+  groups: dict[fx.Node, list[fx.Node]] = collections.defaultdict(list)
+  seen: set[fx.Node] = set()
+  sharing: set[fx.Node] = set()
+  for number, node in enumerate(returned):
     is_new = isinstance(node, fx.Node) and node not in inputs and not is_number(node)
     if is_new and isinstance(node.meta.get("val"), torch.Tensor):
       base, steps = _base(node)
       is_part = any(target is operator.getitem for target, *_ in steps)
-      groups[base].append((node, is_part))
-  sharing: set[fx.Node] = set()
-  for base, group in groups.items():
-    if base in inputs:
-      sharing.update(node for node, is_part in group if is_part)
-    elif len(group) > 1 and (is_inference or any(is_part for _, is_part in group)):
-      sharing.update(node for node, _ in group)
-    else:  # torch returns one tensor for a node that is repeated
-      nodes = [node for node, _ in group]
-      sharing.update(node for node in nodes if nodes.count(node) > 1)
+      is_repeated = node in seen and base not in inputs  # torch returns one tensor
+      if is_repeated or (is_part and base in inputs):
+        sharing.add(node)
+      if number < visible and base not in inputs:
+        groups[base].append(node)
+      seen.add(node)
+  for group in groups.values():
+    if len(group) > 1:
+      sharing.update(group)
   return sharing
 
 
