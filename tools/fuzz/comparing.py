@@ -92,7 +92,7 @@ def difference(reference: Outcome, outcome: Outcome, way: str) -> str:
     found = outcome.values[name]
     if expected is None and way != "eager":
       continue  # torch refuses the write; results of compiled calls do not overlap
-    if name.startswith("sees writes to") and _may_be_copies(way, name, reference):
+    if name.startswith("sees writes to") and way == "jit":  # results are copies
       if "result" in name:
         continue
       expected, found = map(_of_inputs, (expected, found))
@@ -100,14 +100,6 @@ def difference(reference: Outcome, outcome: Outcome, way: str) -> str:
       return f"{name}: {text}"
   extra = [name for name in outcome.values if name not in reference.values]
   return f"there is a {extra[0]}" if extra else ""
-
-
-def _may_be_copies(way: str, name: str, reference: Outcome) -> bool:
-  """Return True if results need not be aliases: after `jax_jit`, and with gradients."""
-  written = name.removeprefix("sees writes to ")
-  is_trained = any(name.startswith("gradient") for name in reference.values)
-  is_plain = is_trained and not reference.values[f"{written} requires grad"]
-  return way == "jit" or (way.startswith("compile") and is_plain)
 
 
 def _of_inputs(names: frozenset | None) -> frozenset:
