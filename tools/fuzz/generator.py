@@ -74,7 +74,9 @@ class _Maker:
     maker = templates.choose(self.rng, self.draws)
     context = templates.Context(self.rng, tensors, name, other, f"v{self.next}")
     statement = maker(context)
-    if statement is not None and re.search(rf"\bv{self.next}\b", statement):
+    if statement is None or _depends_on_layout(statement, tensors):
+      return None
+    if re.search(rf"\bv{self.next}\b", statement):
       self.next += 1
     return statement
 
@@ -99,6 +101,16 @@ class _Maker:
     except Exception:  # torch refuses it
       return False
     return all(map(_is_moderate, self._tensors().values()))
+
+
+_OF_LAYOUT = re.compile(r"(\w+)\.(?:as_strided|contiguous|flatten|ravel|reshape)\(")
+
+
+def _depends_on_layout(statement: str, tensors: dict[str, torch.Tensor]) -> bool:
+  """Return True if strides of a result matter: on jax results are contiguous."""
+  used = [tensors[name] for name in _OF_LAYOUT.findall(statement) if name in tensors]
+  bases = [tensor if tensor._base is None else tensor._base for tensor in used]
+  return not all(base.is_contiguous() for base in bases)
 
 
 def _is_moderate(tensor: torch.Tensor) -> bool:
