@@ -59,6 +59,7 @@ WIDE = {
   "take": lambda x: x.take(x[:, :4].argsort(0)),
   "take of a factory": lambda x: torch.take(x, torch.arange(3, device=x.device)),
   "take_along_dim": lambda x: torch.take_along_dim(x, x.argsort(0).int(), 0),
+  "one_hot": lambda x: F.one_hot(x[:2].argsort(1), 8),
   "max_unpool1d": lambda x: F.max_unpool1d(
     *F.max_pool1d(x[None], 2, return_indices=True), 2
   ),

@@ -84,7 +84,7 @@ def register_kernels() -> None:
     return
 
   def kernel(tensor, num_classes=-1):
-    if isinstance(tensor, Tensor):
+    if isinstance(tensor, Tensor) and not torch_compat.is_tracing():
       return default_env().dispatch(one_hot, (), (tensor, num_classes), {})
     return of_torch(tensor, num_classes)
 
