@@ -186,10 +186,16 @@ def _subscript(func, tensor, index, *value):
 
 
 # torch refuses 32-bit indices here. JAX stores no others, except in x64 mode.
-_OF_LONG_INDICES = frozenset({
-  torch.take_along_dim, torch.Tensor.take_along_dim, torch_compat.one_hot,
-  aten.take.default, aten.max_unpool2d.default, aten.max_unpool3d.default,
-})  # fmt: skip
+_OF_LONG_INDICES = frozenset(
+  {
+    torch.take_along_dim,
+    torch.Tensor.take_along_dim,
+    torch_compat.one_hot,
+    aten.take.default,
+    aten.max_unpool2d.default,
+    aten.max_unpool3d.default,
+  }
+)
 
 
 def _with_long_indices(func, arguments):
