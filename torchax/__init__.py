@@ -52,7 +52,7 @@ from torchax.interop.compilation import CompileOptions, compile
 from torchax.logs import set_logs
 from torchax.ops import jaten, jc10d, jtorch, jtorchvision_nms
 from torchax.rng import RngState, rng_scope
-from torchax.saving import torch_files, untyped_storage
+from torchax.saving import array_protocols, torch_files, untyped_storage
 from torchax.tracing import draw_counts, recorded_draws, transform
 from torchax.version import VERSION
 
@@ -217,7 +217,8 @@ def _compose() -> None:
   distributed.register()
   applied_functions.register()
   torch_compat.keep_from_dynamo(
-    *(tensor, view, environment, modes, device_module, device_module.Generator),
+    *(tensor, array_protocols, view, environment, modes),
+    *(device_module, device_module.Generator),
     *(placement, tracebacks, *interop.MODULES),
   )
 

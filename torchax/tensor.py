@@ -16,7 +16,6 @@ from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import torch
 from jax import Array
 from jax.sharding import Sharding
@@ -25,7 +24,6 @@ from torch import Tensor as TorchTensor  # in the class here, `torch` is a metho
 from torchax.compat import jax_compat, torch_compat
 from torchax.core import active_environments, grad_mode, mappings
 from torchax.core.chains import WHOLE, Chain, read_chain
-from torchax.core.error_messages import loses_gradient, no_numbers
 from torchax.core.storage import Payload, Rebindings, Storage
 from torchax.core.storage import active as _active
 from torchax.core.tracebacks import hide, hide_library_frames
@@ -33,6 +31,7 @@ from torchax.core.view_steps import StopGradientInfo
 from torchax.devices import placement
 from torchax.errors import MixedDeviceError, MutationError, OperatorNotFound
 from torchax.saving import printing, torch_files
+from torchax.saving.array_protocols import ArrayProtocols
 from torchax.saving.untyped_storage import UntypedStorage
 
 T = TypeVar("T", bound="Tensor")
@@ -50,7 +49,7 @@ _set_class = object.__dict__["__class__"].__set__
 _torch_dtypes = mappings.JAX_DTYPE_TO_TORCH
 
 
-class Tensor(torch.Tensor):
+class Tensor(ArrayProtocols):
   """Torch tensor whose values are a `jax.Array`.
 
   Args:
@@ -58,8 +57,8 @@ class Tensor(torch.Tensor):
     env: `Environment` that runs its operations.
     requires_grad: record operations for autograd.
 
-  >>> torch.ones(2, device="jax").apply_jax(jnp.cumsum)
-  tensor([1., 2.], device='jax:0')
+  >>> isinstance(torch.ones(2, device="jax"), torchax.tensor.Tensor)
+  True
   """
 
   # Set by `connect` and `also_instances_of`.
@@ -163,7 +162,11 @@ class Tensor(torch.Tensor):
   @property
   @hide_library_frames
   def jax_device(self) -> Any:
-    """The `jax.Device` of the array, or its `Sharding` if it is on several."""
+    """The `jax.Device` of the array, or its `Sharding` if it is on several.
+
+    >>> torch.ones(2, device="jax").jax_device == jax.devices()[0]
+    True
+    """
     return self._storage.read().device
 
   @property
@@ -196,10 +199,16 @@ class Tensor(torch.Tensor):
 
     Raises:
       ValueError: `array` has another shape.
+
+    >>> x = torch.zeros(2, device="jax")
+    >>> x.replace_jax(jnp.arange(2))
+    >>> x
+    tensor([0., 1.], device='jax:0')
     """
     if tuple(array.shape) != tuple(self.shape):
       raise ValueError(
-        f"Expected an array of shape {tuple(self.shape)}, but got {tuple(array.shape)}."
+        f"replace_jax expects an array of shape {tuple(self.shape)}, but got "
+        f"{tuple(array.shape)}."
       )
     array = jnp.asarray(array, mappings.t2j_dtype(self.dtype))
     if self._chain is not WHOLE:
@@ -208,7 +217,11 @@ class Tensor(torch.Tensor):
 
   @hide_library_frames
   def torch(self) -> TorchTensor:
-    """Return a copy on the CPU, without autograd history."""
+    """Return a copy on the CPU, without autograd history.
+
+    >>> torch.ones(2, device="jax").torch()
+    tensor([1., 1.])
+    """
     return self._env.j2t_copy(self.jax())
 
   @hide_library_frames
@@ -220,70 +233,6 @@ class Tensor(torch.Tensor):
   def to(self, *args: Any, **kwargs: Any) -> TorchTensor:
     """Convert like `torch.Tensor.to`; another device gets a copy."""
     return self._env._torch_Tensor_to((self, *args), kwargs)
-
-  @hide_library_frames
-  def numpy(self, *, force: bool = False) -> np.ndarray:
-    """Return a copy as a numpy array.
-
-    Raises:
-      RuntimeError: the tensor requires grad and `force` is False.
-    """
-    if self.requires_grad and not force:
-      raise RuntimeError(
-        "Can't call numpy() on a Tensor that requires grad. Use "
-        "tensor.detach().numpy() or numpy(force=True)."
-      )
-    return mappings.numpy_copy(self.jax(), "`.numpy()`")
-
-  @hide_library_frames
-  def __array__(self, dtype=None, copy=None):
-    if copy is False:
-      raise ValueError(
-        "A jax tensor is copied to become a numpy array, but copy=False was asked for. "
-        "Use np.asarray(tensor)."
-      )
-    return np.asarray(self.numpy(), dtype=dtype)
-
-  def __array_wrap__(self, array, context=None, return_scalar=False):
-    """Move numpy's result (of `tensor + array`) to the tensor's device."""
-    return super().__array_wrap__(array).to(self.device)
-
-  def __dlpack_device__(self) -> tuple:
-    """Return DLPack's type and index of the array's device."""
-    array: Any = self.jax()  # JAX's annotations lack the method
-    return array.__dlpack_device__()
-
-  @hide_library_frames
-  def __dlpack__(self, *, copy: bool | None = None, **options):
-    """Return a copy as a DLPack capsule; a copy, because the consumer may write to it.
-
-    Raises:
-      BufferError: the tensor requires grad, or `copy` is False.
-    """
-    if self.requires_grad or copy is False:
-      raise BufferError(
-        "A jax tensor is exported as a copy without gradients. Call `.detach()` on one "
-        "that requires grad, and leave `copy` out."
-      )
-    copied = jnp.copy(self.jax())
-    if isinstance(copied, jax.core.Tracer):
-      raise no_numbers("DLPack")
-    return copied.__dlpack__(**options)
-
-  @hide_library_frames
-  def __jax_array__(self) -> Array:
-    if self.requires_grad and torch.is_grad_enabled():
-      raise loses_gradient()
-    return self.jax()
-
-  @hide_library_frames
-  def tolist(self) -> Any:
-    """Return the values as nested Python lists.
-
-    Raises:
-      TracedStateError: inside a compiled function, where they are not known.
-    """
-    return mappings.numpy_copy(self.jax(), "`.tolist()`").tolist()
 
   def type(self, dtype: Any = None, non_blocking: bool = False) -> str | TorchTensor:  # type: ignore[override]
     """Return the name of the tensor's type, or the tensor in another dtype.
@@ -303,7 +252,15 @@ class Tensor(torch.Tensor):
     return self.to(dtype) if isinstance(dtype, torch.dtype) else super().type(dtype)
 
   def new(self, *data_or_size: Any) -> TorchTensor:  # type: ignore[override]
-    """Create a tensor of this dtype and device from a size or values (legacy API)."""
+    """Create a tensor of this dtype and device from a size or values (legacy API).
+
+    Args:
+      *data_or_size: integers or a `torch.Size` for a tensor that is not initialized;
+        one list or tensor for its values; none for an empty tensor.
+
+    >>> torch.ones(2, device="jax").new([3, 4])
+    tensor([3., 4.], device='jax:0')
+    """
     if not data_or_size:
       return self.new_empty(0)
     if all(isinstance(extent, int) for extent in data_or_size):
@@ -330,24 +287,51 @@ class Tensor(torch.Tensor):
 
     Args:
       jax_function: function `(array, *args, **kwargs) -> tree of arrays`.
-      *args, **kwargs: other arguments; may contain tensors on jax.
+      *args, **kwargs: other arguments of it; tensors on jax in them become arrays.
+
+    Raises:
+      MixedDeviceError: an argument has a tensor on another device, except a 0-d one.
+
+    >>> torch.ones(2, device="jax").apply_jax(jnp.cumsum)
+    tensor([1., 2.], device='jax:0')
     """
     args, kwargs = self._env.t2j_iso((args, kwargs))
     return self._env.j2t_iso(jax_function(self.jax(), *args, **kwargs))
 
   @hide_library_frames
   def apply_jax_(self, jax_function: Callable, *args: Any, **kwargs: Any) -> Tensor:
-    """Replace the array in place by `jax_function(array, *args)`."""
+    """Replace the array in place by a JAX function of it; return the tensor.
+
+    Args:
+      jax_function: function `(array, *args, **kwargs) -> array` that keeps the shape;
+        its result is cast to the tensor's dtype.
+      *args, **kwargs: other arguments of it; tensors on jax in them become arrays.
+
+    Raises:
+      MixedDeviceError: an argument has a tensor on another device, except a 0-d one.
+      ValueError: the result has another shape.
+
+    >>> torch.ones(2, device="jax").apply_jax_(jnp.cumsum)
+    tensor([1., 2.], device='jax:0')
+    """
     args, kwargs = self._env.t2j_iso((args, kwargs))
     self.replace_jax(jax_function(self.jax(), *args, **kwargs))
     return self
 
   @hide_library_frames
   def shard_(self, sharding: Sharding) -> Tensor:
-    """Shard the array, and the gradient of a leaf, in place.
+    """Shard the array, and the gradient of a leaf, in place; return the tensor.
+
+    Args:
+      sharding: `jax.sharding.Sharding` of the tensor's array.
 
     Raises:
       ShardingError: the spec of a `NamedSharding` does not fit the tensor.
+
+    >>> mesh = jax.make_mesh((1,), ("x",))
+    >>> sharding = jax.NamedSharding(mesh, jax.P("x"))
+    >>> torch.ones(2, device="jax").shard_(sharding).jax().sharding.spec
+    P('x',)
     """
     self.apply_jax_(placement.shard, sharding)
     Tensor._shard_gradient(self)
@@ -355,7 +339,20 @@ class Tensor(torch.Tensor):
 
   @property
   def data(self) -> TorchTensor:
-    """Alias without autograd history; in-place operations on it are not detected."""
+    """Alias without autograd history; in-place operations on it are not detected.
+
+    Assigning a jax tensor gives this tensor its storage, shape and dtype.
+
+    Raises:
+      MixedDeviceError: the assigned tensor is not on jax.
+      MutationError: in a compiled function, it differs in shape or dtype from this
+        tensor, which was created outside of it.
+
+    >>> x = torch.ones(2, device="jax", requires_grad=True)
+    >>> _ = x.data.mul_(3)
+    >>> x
+    tensor([3., 3.], device='jax:0', requires_grad=True)
+    """
     if jax_compat.is_top_level():
       return like(self, self._storage, self._chain)
     return like(self, self._storage, self._chain.append(StopGradientInfo()))

@@ -23,6 +23,13 @@ import doctest, importlib, sys
 sys.exit(doctest.testmod(importlib.import_module(sys.argv[1])).failed)
 """
 
+# Module -> package of an extra that its examples use.
+EXTRAS = {
+  "torchax.flax": "flax.linen",
+  "torchax.rng.ledger": "matplotlib",
+  "torchax.rng.runs": "matplotlib",
+}
+
 # Names that examples use without importing them.
 NAMES = {"jax": jax, "jnp": jax.numpy, "torch": torch, "torchax": torchax}
 
@@ -47,8 +54,8 @@ def restored():
 
 @pytest.mark.parametrize("name", sorted(WITH_EXAMPLES - OWN_PROCESS))
 def test_examples_of_a_module_run(name, restored):
-  if name == "torchax.flax":
-    pytest.importorskip("flax.linen", reason="the flax extra is not installed")
+  if name in EXTRAS:
+    pytest.importorskip(EXTRAS[name], reason="the extra is not installed")
   runner = doctest.DocTestRunner(_Checker(), verbose=False)
   module = importlib.import_module(name)
   for examples in doctest.DocTestFinder().find(module, extraglobs=NAMES):
