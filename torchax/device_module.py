@@ -64,7 +64,10 @@ def is_initialized() -> bool:
 
 
 def init() -> None:
-  """Do nothing; JAX initializes its devices when the first array is created."""
+  """Do nothing; JAX initializes its devices when the first array is created.
+
+  >>> torch.jax.init()
+  """
 
 
 def device_count() -> int:

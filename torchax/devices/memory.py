@@ -99,7 +99,16 @@ def reset_peak_memory_stats(device: Device = None) -> None:
 
 
 def reset_accumulated_memory_stats(device: Device = None) -> None:
-  """Do nothing: JAX keeps no accumulated statistics."""
+  """Do nothing: JAX keeps no accumulated statistics.
+
+  Args:
+    device: an index, "jax:1" or a `torch.device`; the current device if None.
+
+  Raises:
+    NoSuchDeviceError: there is no such device.
+
+  >>> reset_accumulated_memory_stats()
+  """
   _index(device)
 
 
@@ -202,8 +211,14 @@ def memory_summary(device: Device = None, abbreviated: bool = False) -> str:
 
 
 def empty_cache() -> None:
-  """Do nothing: JAX frees memory as soon as its last tensor is deleted."""
+  """Do nothing: JAX frees memory as soon as its last tensor is deleted.
+
+  >>> torch.jax.empty_cache()
+  """
 
 
 def ipc_collect() -> None:
-  """Do nothing: arrays are not shared between processes."""
+  """Do nothing: arrays are not shared between processes.
+
+  >>> torch.jax.ipc_collect()
+  """

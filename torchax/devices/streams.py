@@ -77,12 +77,20 @@ class Stream(torch.Stream):
 
   @property
   def device(self) -> torch.device:
-    """Device of the stream."""
+    """Device of the stream.
+
+    >>> torch.jax.Stream(0).device
+    device(type='jax', index=0)
+    """
     return placement.torch_device(self._index)
 
   @property
   def device_index(self) -> int:
-    """Index of the stream's device."""
+    """Index of the stream's device.
+
+    >>> torch.jax.Stream(0).device_index
+    0
+    """
     return self._index
 
   def synchronize(self) -> None:
@@ -184,7 +192,11 @@ class Event(torch.Event):
 
   @property
   def device(self) -> torch.device:
-    """Device of the event; the current device unless one was given."""
+    """Device of the event; the current device unless one was given.
+
+    >>> torch.jax.Event().device
+    device(type='jax', index=0)
+    """
     index = placement.current_index() if self._index is None else self._index
     return placement.torch_device(index)
 

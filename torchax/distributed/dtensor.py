@@ -330,6 +330,9 @@ def to_local(self: Tensor, *, grad_placements: Any = None) -> Tensor:
   Args:
     self: a jax tensor, on a mesh or not.
     grad_placements: ignored.
+
+  >>> to_local(torch.ones(2, device="jax"))
+  tensor([1., 1.], device='jax:0')
   """
   return self
 

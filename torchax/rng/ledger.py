@@ -235,6 +235,11 @@ class Ledger:
 
     Raises:
       ImportError: matplotlib is not installed.
+
+    >>> with torchax.default_env().rng.record() as ledger:
+    ...   x = torch.rand(2, device="jax")
+    >>> ledger.plot().get_xlabel()
+    'draw'
     """
     rows = [draw.site or draw.line.rpartition("/")[2] or draw.op for draw in self]
     heights = {name: height for height, name in enumerate(dict.fromkeys(rows))}

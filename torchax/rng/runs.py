@@ -67,6 +67,15 @@ class Difference:
 
     Raises:
       ImportError: matplotlib is not installed.
+
+    >>> env = torchax.default_env()
+    >>> ledgers = []
+    >>> for size in (2, 3):
+    ...   with env.rng_scope(0), env.rng.record() as ledger:
+    ...     x = torch.rand(size, device="jax")
+    ...   ledgers.append(ledger)
+    >>> diff(*ledgers).plot().get_title(loc="left")
+    'draw 0: shape'
     """
     longest = max(map(len, self.draws))
     ax = ax or plot_axes(longest, 2.6)
