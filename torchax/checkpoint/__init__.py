@@ -229,16 +229,16 @@ def _read(ocp, directory, like) -> dict[str, Any]:
 
 def _require_format(structure, directory) -> None:
   """Raise if this version cannot read the format of a structure."""
-  found = structure.get("format") if isinstance(structure, dict) else None
-  if type(found) is int and found > _FORMAT:
+  stored_format = structure.get("format") if isinstance(structure, dict) else None
+  if type(stored_format) is int and stored_format > _FORMAT:
     raise ValueError(
-      f"{directory} was written by a newer torchax, in format {found}; this one reads "
-      f"format {_FORMAT}. Update torchax to load it."
+      f"{directory} was written by a newer torchax, in format {stored_format}; this "
+      f"one reads format {_FORMAT}. Update torchax to load it."
     )
-  if found != _FORMAT:
+  if stored_format != _FORMAT:
     raise ValueError(
       f"{directory} holds no state of `save_checkpoint`: expected format {_FORMAT}, "
-      f"but got {found!r}. Read it with orbax.checkpoint."
+      f"but got {stored_format!r}. Read it with orbax.checkpoint."
     )
 
 

@@ -243,11 +243,11 @@ class Reader:
     return {self.value(key): self.value(entry) for key, entry in node["items"]}
 
   def _ordered_dict(self, node):
-    found = collections.OrderedDict(self._dict(node))
+    ordered = collections.OrderedDict(self._dict(node))
     metadata = self.value(node["metadata"])
     if metadata is not None:
-      found._metadata = metadata
-    return found
+      ordered._metadata = metadata
+    return ordered
 
   def _items(self, node):
     return [self.value(entry) for entry in node["items"]]
@@ -295,12 +295,12 @@ _CONTAINERS = {
 def _named_tuple_class(name: str, fields: tuple[str, ...]) -> type:
   """Return the named tuple class if its module is imported, else a new class."""
   module, _, qualified = name.partition(":")
-  found: Any = sys.modules.get(module)
+  member: Any = sys.modules.get(module)
   for part in qualified.split("."):
-    found = getattr(found, part, None)
-  is_tuple = isinstance(found, type) and issubclass(found, tuple)
-  if is_tuple and getattr(found, "_fields", None) == fields:
-    return found
+    member = getattr(member, part, None)
+  is_tuple = isinstance(member, type) and issubclass(member, tuple)
+  if is_tuple and getattr(member, "_fields", None) == fields:
+    return member
   return collections.namedtuple(qualified.rpartition(".")[2], fields)
 
 
@@ -364,8 +364,8 @@ def restore_sharding(layout: dict[str, Any] | None) -> Sharding | None:
       [name for name, _ in layout["axes"]],
       axis_types=tuple(AxisType[name] for name in layout["types"]),
     )
-    parts = [tuple(part) if isinstance(part, list) else part for part in layout["spec"]]
-    return NamedSharding(mesh, PartitionSpec(*parts))
+    spec = [tuple(part) if isinstance(part, list) else part for part in layout["spec"]]
+    return NamedSharding(mesh, PartitionSpec(*spec))
   if is_multi_process:
     return NamedSharding(Mesh(np.array(devices), ("devices",)), PartitionSpec())
   return None
