@@ -183,8 +183,8 @@ def is_about_deletion(error: BaseException) -> bool:
 
   A program that has run before raises ValueError, or an error of XLA.
   """
-  known = isinstance(error, RuntimeError | ValueError)
-  return known and "has been deleted" in str(error)
+  is_runtime_error = isinstance(error, RuntimeError | ValueError)
+  return is_runtime_error and "has been deleted" in str(error)
 
 
 NO_VALUE = (
@@ -222,8 +222,8 @@ def refused_argument(error: BaseException) -> tuple[str, str] | None:
   """Return class and path of an argument that `jax.jit` rejects as no array."""
   if type(error) is not TypeError:
     return None
-  found = _REFUSED_ARGUMENT.search(str(error))
-  return None if found is None else (found[1], found[2])
+  match = _REFUSED_ARGUMENT.search(str(error))
+  return None if match is None else (match[1], match[2])
 
 
 def is_about_static_arguments(error: BaseException) -> bool:
@@ -271,10 +271,10 @@ def is_committed(array) -> bool:
 
 def uncommitted(array) -> jax.Array:
   """Return an uncommitted array with the same buffers."""
-  parts = getattr(array, "_arrays", None)
-  if parts is None:
+  shards = getattr(array, "_arrays", None)
+  if shards is None:
     return array
-  return ArrayImpl(array.aval, array.sharding, parts, committed=False)
+  return ArrayImpl(array.aval, array.sharding, shards, committed=False)
 
 
 _FROM_HOST = "moving arrays from the host to a device quickly"
@@ -362,8 +362,8 @@ def join_cpus_at(address: str) -> None:
   Call it after `jax.distributed.initialize` and before JAX initializes a device.
   """
   implementation = getattr(jax.config, "jax_cpu_collectives_implementation", None)
-  parts = (_register_client, _make_cpu_client, _make_gloo)
-  if implementation != "gloo" or None in parts:
+  functions = (_register_client, _make_cpu_client, _make_gloo)
+  if implementation != "gloo" or None in functions:
     return
 
   def make():

@@ -61,10 +61,10 @@ class Piece:
   def message(self) -> str:
     """Return the error message: the missing name, its feature and the remedy."""
     installed = importlib.import_module(self.library).__version__
-    rest = "" if self.is_essential else " Everything else works."
+    remark = "" if self.is_essential else " Everything else works."
     return (
       f"{self.library} {installed} has no {self.path}, which torchax needs for "
-      f"{self.feature}; {self.library} {self.tested} has it.{rest} Install one of "
+      f"{self.feature}; {self.library} {self.tested} has it.{remark} Install one of "
       "these versions, or a newer torchax. `python -m torchax` shows what was found."
     )
 
@@ -105,16 +105,16 @@ def resolve(path: str) -> Any:
   Raises:
     AttributeError, ImportError: there is no such object.
   """
-  library, *parts = path.split(".")
+  library, *names = path.split(".")
   owner = importlib.import_module(library)
-  for index, part in enumerate(parts):
+  for index, part in enumerate(names):
     # Some functions of torch shadow a submodule of the same name. If the function lacks
     # the next attribute, use the submodule.
-    next_parts = parts[index + 1 : index + 2]
-    found = getattr(owner, part, None)
-    has_next = found is not None and all(hasattr(found, name) for name in next_parts)
+    next_parts = names[index + 1 : index + 2]
+    member = getattr(owner, part, None)
+    has_next = member is not None and all(hasattr(member, name) for name in next_parts)
     if hasattr(owner, "__path__") and not has_next:
-      owner = _submodule(f"{owner.__name__}.{part}", found)
+      owner = _submodule(f"{owner.__name__}.{part}", member)
     else:
       owner = getattr(owner, part)
   return owner
@@ -149,12 +149,12 @@ def find(
   piece = _declare(path, feature, since)
   piece.degrades = instead is not _NOTHING
   try:
-    found = resolve(path)
+    value = resolve(path)
   except (AttributeError, ImportError):
     piece.is_found = False
     return instead if piece.degrades else Unavailable(piece)
   piece.is_found = True
-  return found
+  return value
 
 
 def essential(path: str, feature: str) -> Any:
@@ -169,10 +169,10 @@ def essential(path: str, feature: str) -> Any:
   """
   piece = _declare(path, feature)
   piece.is_essential = True
-  found = find(path, feature)
+  value = find(path, feature)
   if not piece.is_found:
     raise UnsupportedVersionError(piece.message())
-  return found
+  return value
 
 
 class Later:

@@ -24,8 +24,8 @@ def release(version: str) -> tuple[int, ...]:
   >>> release("2.15.0+cu132"), release("0.12.0.dev20261101")
   ((2, 15, 0), (0, 12, 0))
   """
-  found = re.match(r"\d+(\.\d+)*", version)
-  return tuple(map(int, found.group().split("."))) if found else ()
+  match = re.match(r"\d+(\.\d+)*", version)
+  return tuple(map(int, match.group().split("."))) if match else ()
 
 
 def is_tested(name: str, version: str) -> bool:

@@ -50,8 +50,8 @@ def leave_data_parallel_alone() -> None:
 
   @functools.wraps(_available_device_type)
   def _get_available_device_type():
-    found = _available_device_type()
-    return None if found == BACKEND else found
+    device_type = _available_device_type()
+    return None if device_type == BACKEND else device_type
 
   # Not by attributes: a function of its name hides the module.
   module = importlib.import_module(_DATA_PARALLEL)

@@ -96,9 +96,9 @@ def replace_function(path: str, instead: Callable) -> None:
 
 def reroute_method(cls: type, name: str, instead: Callable) -> None:
   """Make a method run `instead(original, self, …)`, without `self` if it is static."""
-  known = inspect.getattr_static(cls, name)
-  is_static = isinstance(known, staticmethod)
-  original = known.__func__ if is_static else known
+  attribute = inspect.getattr_static(cls, name)
+  is_static = isinstance(attribute, staticmethod)
+  original = attribute.__func__ if is_static else attribute
   if hasattr(original, "_torchax_original"):
     return
 
@@ -168,8 +168,8 @@ def leave_default_backend_alone() -> None:
     is_ours = accelerator is not None and accelerator.type == BACKEND
     if is_ours and str(backend) == "undefined":
       device = "cuda" if torch.cuda.is_available() else "cpu"
-      known: Any = torch.distributed.Backend
-      backend = f"{device}:{known.default_device_backend_map[device]}"
+      backend_class: Any = torch.distributed.Backend
+      backend = f"{device}:{backend_class.default_device_backend_map[device]}"
     original(self, backend)
 
   reroute_method(torch.distributed.distributed_c10d.BackendConfig, "__init__", choose)
@@ -273,8 +273,8 @@ def options_of_mesh(
   """
   root = kwargs.get("_root_mesh")
   options = {**kwargs, "_init_backend": False, "_rank": rank}
-  known = inspect.signature(original).parameters
-  return {name: value for name, value in options.items() if name in known}, root
+  parameters = inspect.signature(original).parameters
+  return {name: value for name, value in options.items() if name in parameters}, root
 
 
 def names_of_groups(mesh) -> list[str]:

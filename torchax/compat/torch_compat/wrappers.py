@@ -94,15 +94,15 @@ def _parse_to(
   copy=False,
   memory_format=None,
 ):
-  rest = list(args)
-  if rest and isinstance(rest[0], torch.Tensor):
-    device, dtype = rest[0].device, rest.pop(0).dtype
-  elif rest and isinstance(rest[0], torch.dtype):
-    dtype = rest.pop(0)
-  elif rest:
-    device = rest.pop(0)
-    dtype = rest.pop(0) if rest else dtype
-  non_blocking = rest[0] if rest else non_blocking
+  positional = list(args)
+  if positional and isinstance(positional[0], torch.Tensor):
+    device, dtype = positional[0].device, positional.pop(0).dtype
+  elif positional and isinstance(positional[0], torch.dtype):
+    dtype = positional.pop(0)
+  elif positional:
+    device = positional.pop(0)
+    dtype = positional.pop(0) if positional else dtype
+  non_blocking = positional[0] if positional else non_blocking
   device = None if device is None else torch.device(device)
   return device, dtype, non_blocking, memory_format
 
