@@ -35,9 +35,9 @@ def push(switch: ContextVar[tuple], value: Any) -> None:
 def drop(switch: ContextVar[tuple], value: Any) -> bool:
   """Remove the last occurrence of a value; return False if there is none."""
   values = switch.get()
-  rest = without(values, value)
-  switch.set(rest)
-  return len(rest) < len(values)
+  remaining = without(values, value)
+  switch.set(remaining)
+  return len(remaining) < len(values)
 
 
 def without(values: tuple, value: Any) -> tuple:

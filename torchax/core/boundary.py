@@ -138,10 +138,10 @@ class Boundary:
     """Return the operand of a host number, or its value while it has no operand."""
     if self.numbers is None:
       return expression.now() if self.parent is None else self.parent.number(expression)
-    found = self.numbers.get(expression)
-    if found is None:
-      found = self.numbers[expression] = expression.now()
-    return found
+    value = self.numbers.get(expression)
+    if value is None:
+      value = self.numbers[expression] = expression.now()
+    return value
 
   def record_reshape(self, tensor, op, args, kwargs) -> None:
     """Record an in-place change of shape, to replay it on the caller's tensor.

@@ -41,12 +41,12 @@ def _is_explicit(mesh) -> bool:
 
 
 def _meshes(operands) -> list[AbstractMesh]:
-  found = []
+  meshes = []
   for leaf in jax.tree.leaves(operands):
     mesh = mesh_of(leaf)
-    if mesh is not None and mesh not in found:
-      found.append(mesh)
-  return found
+    if mesh is not None and mesh not in meshes:
+      meshes.append(mesh)
+  return meshes
 
 
 def call(function: Callable, operands, name: str, key: Any = None):
@@ -280,6 +280,6 @@ def _spec_of(sharding, explicit: set[str]) -> PartitionSpec:
   entries = []
   for entry in sharding.spec:
     names = entry if isinstance(entry, tuple) else (entry,)
-    kept = tuple(name for name in names if name in explicit)
-    entries.append(None if not kept else kept[0] if len(kept) == 1 else kept)
+    axes = tuple(name for name in names if name in explicit)
+    entries.append(None if not axes else axes[0] if len(axes) == 1 else axes)
   return PartitionSpec(*entries)

@@ -70,14 +70,14 @@ class Expression:
     )
 
   def __str__(self) -> str:
-    parts = [
+    texts = [
       f"({part})" if type(part) is Expression else str(part) for part in self.parts
     ]
     sign = _SIGNS.get(self.operation)
-    if sign is not None and len(parts) == 2:
-      return f"{parts[0]} {sign} {parts[1]}"
+    if sign is not None and len(texts) == 2:
+      return f"{texts[0]} {sign} {texts[1]}"
     name = getattr(self.operation, "__name__", str(self.operation))
-    return f"{name}({', '.join(parts)})"
+    return f"{name}({', '.join(texts)})"
 
   def describe(self) -> str:
     """Return the current value as text, for messages."""
@@ -240,8 +240,8 @@ def _binary(
       other = other.node
     elif not isinstance(other, int | float):
       return NotImplemented
-    parts = (other, self.node) if swapped else (self.node, other)
-    return (result or HostNumber)(Expression(operation, *parts))
+    operands = (other, self.node) if swapped else (self.node, other)
+    return (result or HostNumber)(Expression(operation, *operands))
 
   return method
 

@@ -72,9 +72,9 @@ def _jvp(primals, tangents, *, transpose, count, results):
   moving = [i for i in range(count) if type(tangents[i]) is not ad.Zero]
   if moving:
 
-    def at(*given):
+    def at(*moving_residuals):
       residuals = list(primals[:count])
-      for index, residual in zip(moving, given):
+      for index, residual in zip(moving, moving_residuals):
         residuals[index] = residual
       # `_run` instead of the primitive, which has no derivative rule for residuals.
       return _run(
@@ -85,11 +85,11 @@ def _jvp(primals, tangents, *, transpose, count, results):
         results=results,
       )
 
-    _, found = jax.jvp(at, [primals[i] for i in moving], [tangents[i] for i in moving])
-    terms.append(found)
+    _, term = jax.jvp(at, [primals[i] for i in moving], [tangents[i] for i in moving])
+    terms.append(term)
   if not terms:
     return out, [jnp.zeros_like(array) for array in out]
-  return out, [functools.reduce(jnp.add, parts) for parts in zip(*terms)]
+  return out, [functools.reduce(jnp.add, summands) for summands in zip(*terms)]
 
 
 def _transpose(cotangents, *args, transpose, count, results):

@@ -99,7 +99,7 @@ def t2j_dtype(dtype):
   except (KeyError, TypeError):
     raise UnsupportedDtypeError(
       f"torchax has no JAX dtype for {dtype}. Convert the tensor to one of "
-      f"{', '.join(str(known) for known in TORCH_DTYPE_TO_JAX if known)} first."
+      f"{', '.join(str(each) for each in TORCH_DTYPE_TO_JAX if each)} first."
     ) from None
   if dtype in _WIDE and narrowing.is_on():
     if dtype in _LOSSY:

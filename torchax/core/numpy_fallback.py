@@ -39,7 +39,7 @@ def with_warmup(program: Program, on_host: Callable) -> Program:
       or None to run the program instead.
   """
   # Cost so far in numpy, by shapes; and the shapes that run as a program.
-  known: BoundedCache[tuple, int] = BoundedCache(_MOST_SHAPES)
+  cost_by_shapes: BoundedCache[tuple, int] = BoundedCache(_MOST_SHAPES)
   compiled: set[tuple] = set()
 
   def run(*operands):
@@ -49,11 +49,11 @@ def with_warmup(program: Program, on_host: Callable) -> Program:
       shapes = tuple(map(shape_of, operands))
     if shapes in compiled:
       return program(*operands)
-    paid = known.get(shapes) or 0
+    paid = cost_by_shapes.get(shapes) or 0
     if paid < PROGRAM:
       result = _run_in_numpy(on_host, operands)
       if result is not None:
-        known[shapes] = paid + CALL + result.nbytes
+        cost_by_shapes[shapes] = paid + CALL + result.nbytes
         return result
     if len(compiled) >= _MOST_SHAPES:
       compiled.clear()
@@ -77,7 +77,7 @@ def as_numpy_operands(operands) -> tuple[list, SingleDeviceSharding | None] | No
   """
   if jax_compat.is_guarded() or not jax.sharding.get_abstract_mesh().empty:
     return None
-  sharding, found = None, []
+  sharding, arrays = None, []
   for operand in operands:
     array, *starts = operand if type(operand) is tuple else (operand,)
     if type(array) is _ArrayImpl:
@@ -90,16 +90,16 @@ def as_numpy_operands(operands) -> tuple[list, SingleDeviceSharding | None] | No
           return None
         sharding = array.sharding
     values = np.asarray(array)
-    found.append((values, *starts) if starts else values)
-  return found, sharding
+    arrays.append((values, *starts) if starts else values)
+  return arrays, sharding
 
 
 def _run_in_numpy(on_host: Callable, operands) -> jax.Array | None:
   """Return the result computed by numpy; None if the program must run."""
-  given = as_numpy_operands(operands)
-  if given is None:
+  prepared = as_numpy_operands(operands)
+  if prepared is None:
     return None
-  values, sharding = given
+  values, sharding = prepared
   try:
     result = on_host(values)
   except (ValueError, IndexError, TypeError, OverflowError):

@@ -219,12 +219,12 @@ def quick_options(effort: Effort = Effort.LEAST) -> dict | None:
   """
   if jax.default_backend() != "cpu" or effort is Effort.FULL:
     return None
-  known = {name: value for name, value in _QUICK.items() if _is_known(name, value)}
+  options = {name: value for name, value in _QUICK.items() if _is_known(name, value)}
   if effort is Effort.SAME_BITS:
-    known.pop(_NOT_THE_SAME_BITS, None)
-  if effort is Effort.NONE and _LEVEL in known:
-    known[_LEVEL] = 0
-  return known or None
+    options.pop(_NOT_THE_SAME_BITS, None)
+  if effort is Effort.NONE and _LEVEL in options:
+    options[_LEVEL] = 0
+  return options or None
 
 
 def _is_known(name: str, value) -> bool:
@@ -251,9 +251,9 @@ def _make_room() -> None:
     cache.age()
   gc.collect()  # compiled functions are in reference cycles
   with _lock:
-    found = sorted(_all, key=lambda counted: (-counted.programs, counted.is_of_user))
+    ordered = sorted(_all, key=lambda counted: (-counted.programs, counted.is_of_user))
   # Down to half the limit, so that the search is rare.
-  for counted in found:
+  for counted in ordered:
     if count() <= most // 2:
       break
     counted.clear()
@@ -265,8 +265,8 @@ def clear() -> None:
     cache.clear()
   gc.collect()
   with _lock:
-    found = list(_all)
-  for counted in found:
+    members = list(_all)
+  for counted in members:
     counted.clear()
   jax.clear_caches()
   gc.collect()

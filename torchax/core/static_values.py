@@ -135,7 +135,7 @@ def static_number(value) -> StaticValue:
     return _FLAGS[value]
   if value == 0 or value != value:  # 0.0, -0.0 and NaN are unsuitable dict keys
     return StaticValue(value)
-  known = _numbers.get((type(value), value))
-  if known is None:
-    known = _numbers[type(value), value] = StaticValue(value)
-  return known
+  box = _numbers.get((type(value), value))
+  if box is None:
+    box = _numbers[type(value), value] = StaticValue(value)
+  return box

@@ -50,16 +50,16 @@ def hide(error: BaseException) -> None:
 
 def _hide_frames(error: BaseException) -> bool:
   """Remove the library frames of one exception; return True if there were any."""
-  kept, entry, is_shorter = [], error.__traceback__, False
+  entries, entry, is_shorter = [], error.__traceback__, False
   for frame, _ in traceback.walk_tb(entry):
     if frame.f_code.co_filename.startswith(user_code.LIBRARIES):
       is_shorter = True
     elif entry is not None:
-      kept.append(entry)
+      entries.append(entry)
     entry = entry.tb_next if entry is not None else None
-  for one, following in zip(kept, [*kept[1:], None]):
+  for one, following in zip(entries, [*entries[1:], None]):
     one.tb_next = following
-  error.__traceback__ = kept[0] if kept else None
+  error.__traceback__ = entries[0] if entries else None
   return is_shorter
 
 

@@ -160,8 +160,8 @@ class NarrowInfo(ViewInfo):
 
   def __init__(self, slices: slice | tuple[slice, ...]):
     slices = slices if isinstance(slices, tuple) else (slices,)
-    parts = tuple((s.start, s.stop, s.step) for s in slices)
-    object.__setattr__(self, "slices", parts)
+    bounds = tuple((s.start, s.stop, s.step) for s in slices)
+    object.__setattr__(self, "slices", bounds)
 
   def _index(self):
     return tuple(slice(*part) for part in self.slices)
