@@ -173,8 +173,8 @@ def mem_get_info(device: Device = None) -> tuple[int, int]:
 
 def _host_bytes(pages: str) -> int:
   # Some systems do not report free pages.
-  known = pages if pages in os.sysconf_names else "SC_PHYS_PAGES"
-  return os.sysconf(known) * os.sysconf("SC_PAGE_SIZE")
+  name = pages if pages in os.sysconf_names else "SC_PHYS_PAGES"
+  return os.sysconf(name) * os.sysconf("SC_PAGE_SIZE")
 
 
 def accelerator_stats(device: Device = None) -> dict[str, Any]:

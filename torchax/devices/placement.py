@@ -80,9 +80,9 @@ def jax_device(index: int):
   devices = jax.local_devices()
   if not 0 <= index < len(devices):
     last = len(devices) - 1
-    known = "jax:0 alone" if last == 0 else f"jax:0 to jax:{last}"
+    existing = "jax:0 alone" if last == 0 else f"jax:0 to jax:{last}"
     raise NoSuchDeviceError(
-      f"jax:{index} does not exist: this process has {known} "
+      f"jax:{index} does not exist: this process has {existing} "
       f"({devices[0].platform}). Ask for one of them."
     )
   return devices[index]
