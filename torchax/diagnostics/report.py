@@ -100,10 +100,10 @@ def env_info() -> EnvInfo:
 
 
 def _libraries() -> dict[str, str]:
-  found = {}
+  version_by_name = {}
   for name in _LIBRARIES:
     try:
-      found[name] = importlib.metadata.version(name)
+      version_by_name[name] = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
       continue
-  return found
+  return version_by_name
