@@ -152,9 +152,9 @@ class _Hook:
     self.takes_module = len(inspect.signature(function).parameters) != 2
 
   def __call__(self, module, *values):
-    given = (module, values[-1]) if self.takes_module else (values[-1],)
+    arguments = (module, values[-1]) if self.takes_module else (values[-1],)
     with self.mesh:
-      return self.function(*given, self.mesh)
+      return self.function(*arguments, self.mesh)
 
   def __deepcopy__(self, memo):
     return self
@@ -222,13 +222,13 @@ def _known_mesh(tensor: Tensor) -> DeviceMesh | None:
   """
   array = tensor.jax()
   current = _mesh_here(None)
-  for known in (current, tensor.__dict__.get("_device_mesh")):
-    if known is None:
+  for mesh in (current, tensor.__dict__.get("_device_mesh")):
+    if mesh is None:
       continue
-    if devices.is_traced(array) or placements.placements_of(array, known):
-      return known
-  found = getattr(getattr(array, "sharding", None), "mesh", None)
-  return meshes.device_mesh_of(found) or current
+    if devices.is_traced(array) or placements.placements_of(array, mesh):
+      return mesh
+  jax_mesh = getattr(getattr(array, "sharding", None), "mesh", None)
+  return meshes.device_mesh_of(jax_mesh) or current
 
 
 def is_distributed(tensor: Tensor) -> bool:
@@ -244,8 +244,8 @@ def is_distributed(tensor: Tensor) -> bool:
   array = storage.array
   if devices.is_traced(array):
     return bool(tensor.__dict__.get("_placements"))
-  found = getattr(getattr(array, "sharding", None), "mesh", None)
-  is_on_mesh = found is not None and meshes.device_mesh_of(found) is not None
+  jax_mesh = getattr(getattr(array, "sharding", None), "mesh", None)
+  is_on_mesh = jax_mesh is not None and meshes.device_mesh_of(jax_mesh) is not None
   return is_on_mesh and not torch.compiler.is_compiling()
 
 
@@ -314,11 +314,11 @@ def redistribute(
   """
   placements_ = options.pop("placements", placements_)
   options.pop("async_op", None)
-  given = {name: value for name, value in options.items() if value is not None}
-  if given:
+  unsupported = {name: value for name, value in options.items() if value is not None}
+  if unsupported:
     raise CollectiveError(
-      f"`redistribute` on jax takes no {', '.join(given)}: XLA communicates in the "
-      "dtype of the tensor. Write `x.to(dtype).redistribute(mesh, placements)`."
+      f"`redistribute` on jax takes no {', '.join(unsupported)}: XLA communicates in "
+      "the dtype of the tensor. Write `x.to(dtype).redistribute(mesh, placements)`."
     )
   mesh = device_mesh or self.device_mesh  # type: ignore[attr-defined]
   return placements.place(self, mesh, placements_)

@@ -46,8 +46,8 @@ def fully_shard(
       does not fit. Nothing has changed.
     TracedStateError: called in a compiled function.
   """
-  parts = module if isinstance(module, list | tuple) else [module]
-  if mesh is None and any(map(_is_on_jax, parts)):
+  modules = module if isinstance(module, list | tuple) else [module]
+  if mesh is None and any(map(_is_on_jax, modules)):
     shape = (jax.device_count(),)
     mesh = dist.init_device_mesh(meshes.DEVICE, shape, mesh_dim_names=("fsdp",))
   if not meshes.is_on_jax(mesh):
@@ -65,25 +65,25 @@ def fully_shard(
   if mp_policy is not None:
     mixed_precision.require_known(mp_policy)
   ignored = {id(parameter) for parameter in ignored_params or ()}
-  _place_parameters(parts, mesh, ignored, shard_placement_fn)
-  precision = _precision(parts, ignored, mp_policy)
-  for part in parts:
+  _place_parameters(modules, mesh, ignored, shard_placement_fn)
+  precision = _precision(modules, ignored, mp_policy)
+  for part in modules:
     part.__dict__[_SETTINGS] = Settings(mesh.size(), precision)
     part.__class__ = class_of(type(part))
   return module
 
 
 def _place_parameters(
-  parts, mesh: DeviceMesh, ignored: set[int], choose: Callable | None
+  modules, mesh: DeviceMesh, ignored: set[int], choose: Callable | None
 ) -> None:
   """Shard the parameters of modules over a mesh, except the ignored ones."""
-  parameters = {id(p): p for part in parts for p in part.parameters()}
+  parameters = {id(p): p for part in modules for p in part.parameters()}
   planned = {
     key: _sharding(parameter, mesh, choose)
     for key, parameter in parameters.items()
     if key not in ignored
   }
-  for inner in dict.fromkeys(inner for part in parts for inner in part.modules()):
+  for inner in dict.fromkeys(inner for part in modules for inner in part.modules()):
     module_placement.move(inner, lambda tensor: planned.get(id(tensor)))
   for key, sharding in planned.items():
     parameter = parameters[key]
@@ -129,8 +129,8 @@ def _refuse_offloading(offload_policy) -> None:
 def _sharding(parameter, mesh: DeviceMesh, choose: Callable | None):
   """Return the target sharding: the current one, split along the last mesh axis too."""
   array = parameter.jax() if isinstance(parameter, Tensor) else None
-  known = () if array is None else placements.placements_of(array, mesh)
-  if array is not None and known and known[-1].is_shard():
+  current = () if array is None else placements.placements_of(array, mesh)
+  if array is not None and current and current[-1].is_shard():
     return array.sharding  # from fully_shard of an inner module
   others = (placements.replicated(),) * (mesh.ndim - 1)
 

@@ -57,12 +57,12 @@ def _shard_first_multiple_of(
   >>> _shard_first_multiple_of("x", (10, 20, 30), 4)
   PartitionSpec(None, 'x', None)
   """
-  parts: list[str | None] = [None] * len(shape)
+  entries: list[str | None] = [None] * len(shape)
   for dim, size in enumerate(shape):
     if size % multiple_of == 0:
-      parts[dim] = axis_name
+      entries[dim] = axis_name
       break
-  return PartitionSpec(*parts)
+  return PartitionSpec(*entries)
 
 
 class SingleAxisSharder:
@@ -166,9 +166,9 @@ class ShardingRules:
       name: qualified name of the tensor.
       shapedtype: tensor, array, or any other object with a shape.
     """
-    found = self._spec_by_module(name)
-    if found is not None:
-      return found
+    modules_spec = self._spec_by_module(name)
+    if modules_spec is not None:
+      return modules_spec
     for pattern, spec in self._by_name:
       if fnmatch.fnmatchcase(name, pattern):
         return spec
@@ -465,19 +465,19 @@ class Mesh:
     sharder = self._resolve_sharder(override)
     if isinstance(sharder, ShardingRules):
       sharder = sharder.of(model)
-    found = []
+    shardings = []
     for slot in slots:
       spec = sharder(slot.name, slot.tensor)
-      found.append(self.sharding(spec, slot.tensor.shape, slot.name))
-    return found
+      shardings.append(self.sharding(spec, slot.tensor.shape, slot.name))
+    return shardings
 
   def _provisional_sharding(self, shape: tuple) -> NamedSharding | None:
     """Return a provisional sharding for a tensor created before its name is known."""
     mesh = explicit_axes.auto_mesh(self.jax_mesh)
     for dim, size in enumerate(shape):
       if size and size % mesh.size == 0:
-        parts = [None] * dim + [tuple(mesh.axis_names)]
-        return NamedSharding(mesh, PartitionSpec(*parts))
+        entries = [None] * dim + [tuple(mesh.axis_names)]
+        return NamedSharding(mesh, PartitionSpec(*entries))
     for dim, size in enumerate(shape):
       for axis, count in mesh.shape.items():
         if size and count > 1 and size % count == 0:
@@ -488,8 +488,8 @@ class Mesh:
 def _slots(model: torch.nn.Module, persistent_only=False) -> Iterable[_Slot]:
   """Yield each parameter and buffer, once per name."""
   for path, module in model.named_modules():
-    found = [*module._parameters.items(), *module._buffers.items()]
-    for own, tensor in found:
+    tensors = [*module._parameters.items(), *module._buffers.items()]
+    for own, tensor in tensors:
       if tensor is None:
         continue
       if persistent_only and own in module._non_persistent_buffers_set:
@@ -531,13 +531,13 @@ def _replacement(tensor: torch.Tensor, moved: Tensor) -> torch.Tensor:
 
 
 def _assign(module: torch.nn.Module, own: str, tensor: torch.Tensor) -> None:
-  kept = module._parameters if own in module._parameters else module._buffers
-  kept[own] = tensor
+  tensors = module._parameters if own in module._parameters else module._buffers
+  tensors[own] = tensor
 
 
 def _sources(stored: Mapping, shapes: Mapping, aliases: Mapping) -> dict:
   """Map the id of each tensor of a model to its file and its name in the file."""
-  found, missing = {}, []
+  sources, missing = {}, []
   for identity, names in aliases.items():
     stored_name = next((name for name in names if name in stored), None)
     if stored_name is None:
@@ -549,13 +549,13 @@ def _sources(stored: Mapping, shapes: Mapping, aliases: Mapping) -> dict:
         f"{stored_name} of shape {list(shapes[stored_name])} has the shape "
         f"{list(shape)} in {os.fspath(path)}: the file is of another model."
       )
-    found[identity] = (path, stored_name)
+    sources[identity] = (path, stored_name)
   if missing:
     raise KeyError(
       f"The files lack {len(missing)} tensors of the model: {', '.join(missing[:5])}"
       f"{', …' if len(missing) > 5 else ''}."
     )
-  return found
+  return sources
 
 
 __all__ = ["Mesh", "ShardingRules", "SingleAxisSharder", "UnshardableError"]

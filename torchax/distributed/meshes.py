@@ -138,9 +138,9 @@ def _complete(mesh: Any) -> None:
       f"{indices.max()}, but JAX has {len(devices)}. On a machine without "
       "accelerators, XLA_FLAGS=--xla_force_host_platform_device_count=8 gives it eight."
     )
-  known = jax_mesh(mesh)
-  _roots[known] = mesh
-  names = [_group(known, axis, (axis,)) for axis in known.axis_names]
+  whole = jax_mesh(mesh)
+  _roots[whole] = mesh
+  names = [_group(whole, axis, (axis,)) for axis in whole.axis_names]
   torch_compat.set_groups_of_mesh(mesh, mesh, {name: _groups[name] for name in names})
 
 
@@ -188,13 +188,13 @@ _groups: dict[str, AxisGroup] = {}
 def _group(mesh: jax.sharding.Mesh, name: str, axes: tuple[str, ...]) -> str:
   """Return the name of the group of one or several axes; create it if needed."""
   sizes = [mesh.shape[axis] for axis in axes]
-  known = torch_compat.group_by_name(name)
-  is_ours = known is _groups.get(name) and jc10d.GROUPS.get(name) == axes
-  if known is not None and not (is_ours and known.size() == math.prod(sizes)):
+  group = torch_compat.group_by_name(name)
+  is_ours = group is _groups.get(name) and jc10d.GROUPS.get(name) == axes
+  if group is not None and not (is_ours and group.size() == math.prod(sizes)):
     own = () if axes == (name,) else axes
     name = ":".join((name, str(math.prod(sizes)), *own))
-    known = torch_compat.group_by_name(name)
-  if known is None:
+    group = torch_compat.group_by_name(name)
+  if group is None:
     dims = [mesh.axis_names.index(axis) for axis in axes]
     ranks: dict[int, int] = {}
     for position, device in np.ndenumerate(mesh.devices):

@@ -132,10 +132,10 @@ def _other_axes(array, mesh, own: tuple[str, ...], ndim: int) -> list:
     return [()] * ndim
   if devices.is_traced(array):
     return [PartitionSpec.UNCONSTRAINED] * ndim
-  found = _axes_by_dim(array)
-  if found is None or array.sharding.mesh != mesh:
+  axes_by_dim = _axes_by_dim(array)
+  if axes_by_dim is None or array.sharding.mesh != mesh:
     return [()] * ndim
-  return [tuple(axis for axis in names if axis not in own) for names in found]
+  return [tuple(axis for axis in names if axis not in own) for names in axes_by_dim]
 
 
 def _axes_by_dim(array: jax.Array) -> list[tuple[str, ...]] | None:
@@ -166,15 +166,15 @@ def placements_of(array: jax.Array, mesh: DeviceMesh) -> tuple[Placement, ...]:
   """
   if devices.is_traced(array):
     return ()
-  found = _axes_by_dim(array)
-  if found is None or array.sharding.mesh != jax_mesh(mesh):
+  axes_by_dim = _axes_by_dim(array)
+  if axes_by_dim is None or array.sharding.mesh != jax_mesh(mesh):
     return ()
-  by_axis = {axis: dim for dim, names in enumerate(found) for axis in names}
+  by_axis = {axis: dim for dim, names in enumerate(axes_by_dim) for axis in names}
   placements = []
   for axes in axes_of(mesh):
     dims = {by_axis.get(axis) for axis in axes} or {None}
     dim = dims.pop()
-    split = () if dim is None else [axis for axis in found[dim] if axis in axes]
+    split = () if dim is None else [axis for axis in axes_by_dim[dim] if axis in axes]
     if dims or (dim is not None and tuple(split) != axes):
       return ()
     placements.append(replicated() if dim is None else shard(dim))

@@ -174,8 +174,8 @@ class ProcessGroup(dist.ProcessGroup):
     return self.allreduce(tensors, opts)
 
   def reduce(self, tensors, opts):
-    found = [(t, self._reduce(t, opts.reduceOp)) for t in tensors]
-    return self._write(found if self.rank() == opts.rootRank else ())
+    reduced = [(t, self._reduce(t, opts.reduceOp)) for t in tensors]
+    return self._write(reduced if self.rank() == opts.rootRank else ())
 
   def broadcast(self, tensors, opts):
     tensors = tensors if isinstance(tensors, list) else [tensors]
@@ -207,10 +207,10 @@ class ProcessGroup(dist.ProcessGroup):
   def scatter(self, outputs, inputs, opts):
     pairs = []
     for i, target in enumerate(outputs):
-      given = torch.stack([_on_host(t) for t in inputs[i]]) if inputs else None
-      if given is None:
-        given = torch.zeros(self.size(), *target.shape, dtype=target.dtype)
-      pairs.append((target, self._members(given)[opts.rootRank][self.rank()]))
+      stacked = torch.stack([_on_host(t) for t in inputs[i]]) if inputs else None
+      if stacked is None:
+        stacked = torch.zeros(self.size(), *target.shape, dtype=target.dtype)
+      pairs.append((target, self._members(stacked)[opts.rootRank][self.rank()]))
     return self._write(pairs)
 
   def reduce_scatter(self, outputs, inputs, opts):
@@ -295,31 +295,31 @@ def initialize(original: Callable, *args, **kwargs) -> None:
     CollectiveError: the rank, the world size or a second backend conflicts with "jax".
     ValueError: there is a process group already (torch's error).
   """
-  given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
-  backend = str(given.get("backend")).lower()
+  arguments = inspect.signature(original).bind_partial(*args, **kwargs).arguments
+  backend = str(arguments.get("backend")).lower()
   if NAME not in re.split("[:,]", backend) or dist.is_initialized():
     return original(*args, **kwargs)  # raises torch's error for the second one
   if backend != NAME:
     raise CollectiveError(
       f'Expected init_process_group("jax"), which takes CPU tensors too, but got '
-      f"{given['backend']!r}."
+      f"{arguments['backend']!r}."
     )
   world = _world()
   for name in ("rank", "world_size"):
-    if given.get(name, -1) not in (-1, world[name]):
+    if arguments.get(name, -1) not in (-1, world[name]):
       raise CollectiveError(
-        f"init_process_group was given {name}={given[name]}, but JAX says "
+        f"init_process_group was given {name}={arguments[name]}, but JAX says "
         f"{world[name]}: a rank on jax is a process, which drives all of its devices. "
         "Leave it out."
       )
-  if given.get("store") is not None:
+  if arguments.get("store") is not None:
     world.pop("store", None)
   if "store" in world:
-    given.pop("init_method", None)
+    arguments.pop("init_method", None)
   torch_compat.register_group_backend(
     NAME, lambda store, rank, size, timeout: ProcessGroup(rank, size)
   )
-  original(**{**given, **world})
+  original(**{**arguments, **world})
   group: Any = dist.group.WORLD
   jc10d.WORLDS.add(group.group_name)
   return None

@@ -129,8 +129,8 @@ def _compare(what: str, text: str, shown: str, timeout: float) -> None:
 
 def _values_by_rank(client, folder: str) -> dict[int, list[str]]:
   """Return the values of a round by rank."""
-  found = client.key_value_dir_get(folder)
-  return {int(key.rpartition("/")[2]): json.loads(text) for key, text in found}
+  entries = client.key_value_dir_get(folder)
+  return {int(key.rpartition("/")[2]): json.loads(text) for key, text in entries}
 
 
 def _process_names(ranks: list[int]) -> str:

@@ -52,7 +52,7 @@ def collectives(function: Any, *args: Any, **kwargs: Any) -> list[Collective]:
 
 def collectives_of(program: str) -> list[Collective]:
   """List the collectives in the text of a compiled program, in program order."""
-  found = []
+  records = []
   for line in program.splitlines():
     call = _CALL.search(line)
     if call is None:
@@ -61,8 +61,8 @@ def collectives_of(program: str) -> list[Collective]:
     # The results of an asynchronous start include the operands.
     size = max(arrays, default=0) if call["start"] else sum(arrays)
     name = _NAME.search(line)
-    found.append(Collective(call["kind"], size, name[1] if name else ""))
-  return found
+    records.append(Collective(call["kind"], size, name[1] if name else ""))
+  return records
 
 
 def bytes_by_kind(found: Iterable[Collective]) -> dict[str, int]:
