@@ -154,10 +154,10 @@ def _draws_of(node: fx.Node) -> tuple[int, dict[str, int]] | None:
   if any(map(may_draw, bodies)):
     if node.target is higher_order.cond:
       # The streams advance by the largest number of draws of all branches.
-      found = [_draws_in(body.graph) for body in bodies]
-      paths = dict.fromkeys(path for _, sites in found for path in sites)
-      by_site = {path: max(sites.get(path, 0) for _, sites in found) for path in paths}
-      return max(count for count, _ in found), by_site
+      draws = [_draws_in(body.graph) for body in bodies]
+      paths = dict.fromkeys(path for _, sites in draws for path in sites)
+      by_site = {path: max(sites.get(path, 0) for _, sites in draws) for path in paths}
+      return max(count for count, _ in draws), by_site
     if node.target is higher_order.while_loop:
       return 1, {site_of(node): 1}
     raise RngError(
@@ -191,10 +191,10 @@ def _count_draws(node: fx.Node) -> int:
   if kind_of(node) is Kind.SAMPLER:
     return 1
   arguments = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
-  parts = Partition(torch_pytree.tree_map(hint, arguments), is_torch_tree=True)
+  partition = Partition(torch_pytree.tree_map(hint, arguments), is_torch_tree=True)
 
   def run(*arrays):
-    args, kwargs = parts.unflatten(arrays)
+    args, kwargs = partition.unflatten(arrays)
     with torch.no_grad(), rng_scope(0) as stream:
       run_operation(node.target, args, kwargs)
       counts.append(stream.draws)
@@ -203,7 +203,7 @@ def _count_draws(node: fx.Node) -> int:
   with torch_compat.without_modes():
     abstract = [
       jax.ShapeDtypeStruct(tuple(map(hint, t.shape)), mappings.t2j_dtype(t.dtype))
-      for t in parts.dynamic
+      for t in partition.dynamic
     ]
     jax.eval_shape(run, *abstract)
   return counts[0]

@@ -56,12 +56,12 @@ class Options:
         f'torch.compile(backend="jax") has the mode "default", but got {mode!r}. XLA '
         "chooses kernels by itself; leave `mode` out."
       )
-    known = {field.name for field in dataclasses.fields(cls)}
-    unknown = sorted(set(options or ()) - known)
+    names = {field.name for field in dataclasses.fields(cls)}
+    unknown = sorted(set(options or ()) - names)
     if unknown:
       raise ValueError(
         f'torch.compile(backend="jax") has no option {", ".join(unknown)}. Its options '
-        f"are {', '.join(sorted(known))}."
+        f"are {', '.join(sorted(names))}."
       )
     return cls(**(options or {}))
 

@@ -180,10 +180,10 @@ def unbox(args: Sequence, results: Sequence, count: int) -> list:
     results: returned by the compiled function; see `box`.
     count: number of results of the graph.
   """
-  found = []
+  values = []
   for value in results[:count]:
     view = value.value if type(value) is StaticValue else value
     if isinstance(view, _ViewOf):
       value = view.make((args if view.is_input else results)[view.base])
-    found.append(value)
-  return found
+    values.append(value)
+  return values
