@@ -276,8 +276,8 @@ def _extract_states_from_exported_program(exported_model: ExportedProgram) -> tu
     if spec.kind not in _STATES:
       continue
     name = spec.target
-    known = exported_model.state_dict
-    state = known[name] if name in known else exported_model.constants[name]
+    state_dict = exported_model.state_dict
+    state = state_dict[name] if name in state_dict else exported_model.constants[name]
     names.append(name)
     states.append(state)
   return tuple(names), states
@@ -331,11 +331,11 @@ def _require_dense(name: str, state: torch.Tensor) -> None:
 
 def _arrays(states: list[torch.Tensor]) -> list[jax.Array]:
   """Convert tensors to arrays; copy a tensor with several names once."""
-  env, known = default_env(), {}
+  env, array_by_id = default_env(), {}
   for state in states:
-    if id(state) not in known:
-      known[id(state)] = env.t2j_copy(state.detach())
-  return [known[id(state)] for state in states]
+    if id(state) not in array_by_id:
+      array_by_id[id(state)] = env.t2j_copy(state.detach())
+  return [array_by_id[id(state)] for state in states]
 
 
 def extract_avals(exported: ExportedProgram) -> list[jax.ShapeDtypeStruct]:

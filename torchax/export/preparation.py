@@ -64,11 +64,11 @@ def functional(program: ExportedProgram) -> ExportedProgram:
 def _decompositions() -> dict:
   table = torch.export.default_decompositions()
   lowerings = operators.all_aten_ops
-  for known in list(table):
-    operator = lowerings.get(known) or lowerings.get(known.overloadpacket)
+  for overload in list(table):
+    operator = lowerings.get(overload) or lowerings.get(overload.overloadpacket)
     is_lowered = operator is not None and operator.kind in (Kind.ARRAYS, Kind.SAMPLER)
-    if known in WHOLE or is_lowered:
-      table.pop(known)
+    if overload in WHOLE or is_lowered:
+      table.pop(overload)
   table[aten.dropout.default] = _dropout
   # These omit torch's check for singular matrices, which is an effect on the host.
   table[aten.linalg_inv.default] = lambda A: aten.linalg_inv_ex.default(A)[0]

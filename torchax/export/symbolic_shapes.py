@@ -34,34 +34,34 @@ def text_of(expression) -> str:
   """
   if expression.is_Integer or expression.is_Symbol:
     return str(expression)
-  parts = [text_of(part) for part in expression.args]
+  texts = [text_of(part) for part in expression.args]
   if expression.is_Add:
-    return " + ".join(parts)
+    return " + ".join(texts)
   if expression.is_Mul:
-    return "*".join(parts)
+    return "*".join(texts)
   if expression.is_Pow and expression.exp.is_Integer and expression.exp > 0:
-    return "*".join([parts[0]] * int(expression.exp))
+    return "*".join([texts[0]] * int(expression.exp))
   name = _FUNCTIONS.get(type(expression).__name__)
   if name is None:
     raise NotImplementedError(
       f"The dimension {expression} has {type(expression).__name__}, which JAX's "
       "symbolic dimensions lack. Export with a static size there."
     )
-  while len(parts) > 2:
-    parts = [f"{name}({parts[0]}, {parts[1]})", *parts[2:]]
-  return f"{name}({', '.join(parts)})"
+  while len(texts) > 2:
+    texts = [f"{name}({texts[0]}, {texts[1]})", *texts[2:]]
+  return f"{name}({', '.join(texts)})"
 
 
 def _constraints(program: ExportedProgram) -> list[str]:
   """Return the ranges of the program's symbols; JAX assumes dimensions >= 1."""
-  found = []
+  constraints = []
   for symbol, values in program.range_constraints.items():
     name = text_of(symbol.expand())
     if 1 < values.lower < _UNBOUNDED:
-      found.append(f"{name} >= {int(values.lower)}")
+      constraints.append(f"{name} >= {int(values.lower)}")
     if values.upper < _UNBOUNDED:
-      found.append(f"{name} <= {int(values.upper)}")
-  return found
+      constraints.append(f"{name} <= {int(values.upper)}")
+  return constraints
 
 
 def avals(program: ExportedProgram) -> list[jax.ShapeDtypeStruct]:
@@ -110,13 +110,13 @@ def is_array(value) -> bool:
 def arguments(program: ExportedProgram) -> list[tuple[str, Any]]:
   """Return names and example values (fake tensors, symbols) of the user's arguments."""
   placeholders = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
-  found = []
+  pairs = []
   for spec in program.graph_signature.input_specs:
     if spec.kind is torch.export.graph_signature.InputKind.USER_INPUT:
       is_constant = isinstance(spec.arg, torch.export.graph_signature.ConstantArgument)
       value = spec.arg.value if is_constant else placeholders[spec.arg.name].meta["val"]
-      found.append((spec.arg.name, value))
-  return found
+      pairs.append((spec.arg.name, value))
+  return pairs
 
 
 class ArgumentCheck:
@@ -141,31 +141,31 @@ class ArgumentCheck:
           sizes.append(_Size(name, expected, value, _expression(size), actual))
       elif not is_array(expected):
         _require_constant(name, expected, value)
-    known: dict = {}
+    solved: dict = {}
     # Symbols first: the check of an expression needs their values.
     sizes.sort(key=lambda size: not getattr(size.expression, "is_Symbol", False))
     for size in sizes:
       # Symbolic sizes pass: JAX compares them when the program is called.
       if isinstance(size.actual, int):
-        self._require_size(size, known)
+        self._require_size(size, solved)
 
-  def _require_size(self, size: "_Size", known: dict) -> None:
+  def _require_size(self, size: "_Size", solved: dict) -> None:
     expression = size.expression
     if isinstance(expression, int):
       if expression != size.actual:
         raise ValueError(size.mismatch())
       return
-    unknown = expression.free_symbols - known.keys()
+    unknown = expression.free_symbols - solved.keys()
     if len(unknown) == 1:
       (symbol,) = unknown
-      value = _solve(expression, symbol, known, size.actual)
+      value = _solve(expression, symbol, solved, size.actual)
       if value is None:
         raise ValueError(size.mismatch(f"which is no {expression}"))
-      known[symbol] = value
+      solved[symbol] = value
       self._require_in_range(size, symbol, value)
-    elif not unknown and expression.subs(known) != size.actual:
-      found = ", ".join(f"{symbol} = {known[symbol]}" for symbol in known)
-      raise ValueError(size.mismatch(found))
+    elif not unknown and expression.subs(solved) != size.actual:
+      equations = ", ".join(f"{symbol} = {solved[symbol]}" for symbol in solved)
+      raise ValueError(size.mismatch(equations))
 
   def _require_in_range(self, size: "_Size", symbol, value: int) -> None:
     values = self._ranges.get(symbol)
@@ -179,12 +179,12 @@ class ArgumentCheck:
       raise ValueError(size.mismatch(reason))
 
 
-def _solve(expression, symbol, known, actual: int) -> int | None:
+def _solve(expression, symbol, solved, actual: int) -> int | None:
   """Solve `expression == actual` for a symbol; None if no integer solves it."""
   if expression is symbol:
     return actual
   # torch derives dimensions only by sums and products with integers.
-  roots = (expression.subs(known) - actual).as_poly(symbol).ground_roots()
+  roots = (expression.subs(solved) - actual).as_poly(symbol).ground_roots()
   return next((int(value) for value in roots if value.is_Integer), None)
 
 
