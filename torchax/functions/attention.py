@@ -114,15 +114,15 @@ def form_of(
   platform = placement.current_platform()
   if platform == "cpu" and requested != choice.BLOCKWISE:
     return choice.PLAIN
-  given = query, key, value
-  if not all(isinstance(tensor, Tensor) for tensor in given):
+  tensors = query, key, value
+  if not all(isinstance(tensor, Tensor) for tensor in tensors):
     return choice.PLAIN  # raises for mixed devices
-  shapes = [tuple(tensor.shape) for tensor in given] if heads is None else heads
+  shapes = [tuple(tensor.shape) for tensor in tensors] if heads is None else heads
   steps = uniform.steps_below(1.0 - dropout_p)
   size = (*shapes[0][:-1], *shapes[1][-2:-1])
   call = choice.Call(
     *shapes,
-    dtypes=tuple([mappings.t2j_dtype(tensor.dtype).name for tensor in given]),
+    dtypes=tuple([mappings.t2j_dtype(tensor.dtype).name for tensor in tensors]),
     mask=None if mask is None else tuple(mask[0]),
     mask_dtype="" if mask is None else mappings.t2j_dtype(mask[1]).name,
     has_dropout=dropout_p > 0,
@@ -131,7 +131,7 @@ def form_of(
     is_causal=is_causal,
     enable_gqa=enable_gqa,
   )
-  return choice.choose(_target(platform, given), call, requested)
+  return choice.choose(_target(platform, tensors), call, requested)
 
 
 def _target(platform: str, tensors) -> choice.Target:

@@ -50,9 +50,9 @@ def _dropout_forward(key, input, p):
 _prepare_probability = _numbers.probability("p", is_kept=True)
 
 
-def _prepare_mask(given: dict) -> None:
-  given["size"] = StaticValue(tuple(given["size"]))
-  _prepare_probability(given)
+def _prepare_mask(arguments: dict) -> None:
+  arguments["size"] = StaticValue(tuple(arguments["size"]))
+  _prepare_probability(arguments)
 
 
 @op(

@@ -63,30 +63,30 @@ def pad_keys(query, key, value, attn_mask, enable_gqa: bool) -> tuple:
   """
   if not _may_be_padded(query, key, value, attn_mask, enable_gqa):
     return key, value, attn_mask
-  given = key, value, attn_mask
+  unpadded = key, value, attn_mask
   length = key.shape[-2]
   form = (key.shape[:-2], key.shape[-1], value.shape[-1], attn_mask is None)
   first = _first.get(form)
   if first is None:
     _first[form] = first = length
   if length == first:
-    return given
+    return unpadded
   most = padded_length(length)
-  shapes = tuple([tensor if tensor is None else tensor.shape for tensor in given])
+  shapes = tuple([tensor if tensor is None else tensor.shape for tensor in unpadded])
   times = _calls.get(shapes) or 0
   env = query._env
   if times >= OFTEN:
-    return env.functions.call(attention.padded_keys, *given, most)
-  tensors = [tensor for tensor in given if tensor is not None]
-  found = numpy_fallback.as_numpy_operands(
+    return env.functions.call(attention.padded_keys, *unpadded, most)
+  tensors = [tensor for tensor in unpadded if tensor is not None]
+  operands = numpy_fallback.as_numpy_operands(
     [tensor._storage.array for tensor in tensors]
   )
-  if found is None:
-    return given
+  if operands is None:
+    return unpadded
   _calls[shapes] = times + 1
-  values, sharding = found
+  values, sharding = operands
   views = [tensor._chain.picked(array) for tensor, array in zip(tensors, values)]
-  views += [None] * (len(given) - len(views))
+  views += [None] * (len(unpadded) - len(views))
   arrays = attention.padded_keys(*views, most, np)
   return tuple(
     [new_tensor(placement.from_host(array, sharding), env) for array in arrays]
