@@ -66,10 +66,10 @@ def inputs(graph: fx.Graph) -> list[fx.Node]:
 
 def add_input(graph: fx.Graph, name: str) -> fx.Node:
   """Add a placeholder after the others."""
-  known = inputs(graph)
+  placeholders = inputs(graph)
   position = (
-    graph.inserting_after(known[-1])
-    if known
+    graph.inserting_after(placeholders[-1])
+    if placeholders
     else graph.inserting_before(next(iter(graph.nodes)))
   )
   with position:

@@ -233,10 +233,10 @@ def on_arrays(operation) -> Callable:
   """
   row = TABLE.get(operation)
   if row is None or row.on_arrays is None:
-    known = sorted(op.name() for op, row in TABLE.items() if row.on_arrays)
+    names = sorted(op.name() for op, row in TABLE.items() if row.on_arrays)
     raise OperatorNotFound(
       f"torch.ops.higher_order.{operation.name()} takes graphs and has no lowering. "
-      f"Those that do are {', '.join(known)}."
+      f"Those that do are {', '.join(names)}."
     )
   return row.on_arrays
 
