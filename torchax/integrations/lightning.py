@@ -43,8 +43,8 @@ class JaxAccelerator(_accelerators.Accelerator):
 
   def get_device_stats(self, device: Any) -> dict[str, Any]:
     """Return JAX's memory statistics; empty on the CPU."""
-    found = placement.jax_device(placement.index_in(device) or 0)
-    return dict(found.memory_stats() or {})
+    jax_device = placement.jax_device(placement.index_in(device) or 0)
+    return dict(jax_device.memory_stats() or {})
 
   @staticmethod
   def parse_devices(devices: Any) -> int:
@@ -193,9 +193,9 @@ def _raising_class(message: str) -> type:
 def _refuse(package: str, accelerators: str, strategies: str, message: str) -> None:
   """Register classes that raise as "jax" in a package's registries, if imported."""
   for module, registry in (("accelerators", accelerators), ("strategies", strategies)):
-    found = getattr(sys.modules.get(f"{package}.{module}"), registry, None)
-    if found is not None and "jax" not in found:
-      found.register("jax", _raising_class(message), description="not supported")
+    entries = getattr(sys.modules.get(f"{package}.{module}"), registry, None)
+    if entries is not None and "jax" not in entries:
+      entries.register("jax", _raising_class(message), description="not supported")
 
 
 def _register() -> None:

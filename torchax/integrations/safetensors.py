@@ -79,14 +79,14 @@ def shapes(paths: Iterable) -> dict[str, tuple[Any, tuple[int, ...]]]:
   """
   from safetensors import safe_open
 
-  found: dict[str, tuple[Any, tuple[int, ...]]] = {}
+  entries: dict[str, tuple[Any, tuple[int, ...]]] = {}
   for path in paths:
     with safe_open(os.fspath(path), framework="pt", device="cpu") as file:
       for name in file.keys():  # noqa: SIM118 - it is no dict
-        if name in found:
-          raise ValueError(f"{name} is in two files, {found[name][0]} and {path}.")
-        found[name] = (path, tuple(file.get_slice(name).get_shape()))
-  return found
+        if name in entries:
+          raise ValueError(f"{name} is in two files, {entries[name][0]} and {path}.")
+        entries[name] = (path, tuple(file.get_slice(name).get_shape()))
+  return entries
 
 
 def load_array(path, name: str, sharding: Sharding, dtype=None) -> jax.Array:
@@ -108,8 +108,8 @@ def load_array(path, name: str, sharding: Sharding, dtype=None) -> jax.Array:
 
     def read(index: tuple) -> np.ndarray:
       part = _read_slice(stored, index) if shape else file.get_tensor(name)
-      kept = dtype or mappings.t2j_dtype(part.dtype)
-      return np.asarray(mappings.host_array(part.contiguous()), kept)
+      array_dtype = dtype or mappings.t2j_dtype(part.dtype)
+      return np.asarray(mappings.host_array(part.contiguous()), array_dtype)
 
     return placement.from_shards(shape, sharding, read)
 
@@ -124,19 +124,19 @@ def register(is_jax: Callable[[str], bool]) -> None:
     import safetensors.torch
   except ImportError:
     return
-  known = safetensors.safe_open
+  original = safetensors.safe_open
 
   def safe_open(filename, framework, device="cpu", **options):
     """Implement `safetensors.safe_open`, also for a jax device."""
     name = str(device)
     if not name.startswith(("jax", "cuda")) or not is_jax(name):
-      return known(filename, framework=framework, device=device, **options)
+      return original(filename, framework=framework, device=device, **options)
     if os.path.isdir(filename):
       raise IsADirectoryError(
         errno.EISDIR, "safetensors expects a file, but got a directory", str(filename)
       )
     try:
-      on_cpu = known(filename, framework=framework, device="cpu", **options)
+      on_cpu = original(filename, framework=framework, device="cpu", **options)
     except safetensors.SafetensorError as error:
       raise safetensors.SafetensorError(
         f"safetensors expects a whole file of its format, but {filename} is damaged, "
@@ -147,5 +147,5 @@ def register(is_jax: Callable[[str], bool]) -> None:
 
   # Libraries imported earlier hold the function in their own modules.
   for module in list(sys.modules.values()):
-    if getattr(module, "__dict__", {}).get("safe_open") is known:
+    if getattr(module, "__dict__", {}).get("safe_open") is original:
       patch(module, "safe_open", safe_open, "safetensors files that load onto jax")
