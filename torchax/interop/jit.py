@@ -265,22 +265,22 @@ class Jitted(Generic[P, R]):
 
     Runs the function again, with the same draws.
     """
-    given = Partition(called.inputs(), is_array)
-    jitted = program.differentiable.get(given)
+    inputs = Partition(called.inputs(), is_array)
+    jitted = program.differentiable.get(inputs)
     if jitted is None:
-      static, treedef = given.without_arrays(), jax.tree.structure(called.args)
+      static, treedef = inputs.without_arrays(), jax.tree.structure(called.args)
       function = functools.partial(
         self._gradient, program, static, treedef, called.autocast
       )
       jitted = program.differentiable[static] = Jitted(
         function, {}, self.traced.captures.tensors
       )
-    args = (called.rng, given.dynamic, list(gradients))
+    args = (called.rng, inputs.dynamic, list(gradients))
     with host_numbers.argument_values(called.numbers):
       return jitted.call(None, args, {}, applies_effects=False, alive=called.alive)
 
-  def _gradient(self, program, given, treedef, autocast, rng, tensors, gradients):
-    leaves = given.unflatten(tensors)
+  def _gradient(self, program, inputs, treedef, autocast, rng, tensors, gradients):
+    leaves = inputs.unflatten(tensors)
     args, kwargs = static_arguments.unbox(jax.tree.unflatten(treedef, leaves))
     with self._pure.replay(arrays_of(rng)), amp.restore_autocast(autocast):
       out = self.traced.function(*args, **kwargs)
@@ -354,8 +354,8 @@ class Jitted(Generic[P, R]):
   def _with_static(self, args: tuple, kwargs: dict[str, Any]) -> tuple:
     """Box the arguments that are static by number or name."""
     numbers, names = [
-      (given,) if isinstance(given, int | str) else tuple(given or ())
-      for given in map(self._kwargs.get, ("static_argnums", "static_argnames"))
+      (option,) if isinstance(option, int | str) else tuple(option or ())
+      for option in map(self._kwargs.get, ("static_argnums", "static_argnames"))
     ]
     # Negative numbers count from the end.
     positions = {n - LEADING if n >= 0 else n + len(args) for n in numbers}

@@ -93,14 +93,14 @@ def merge(
     if key in options:
       raise TypeError(f"{name} got {key!r} twice: in the dict and as a keyword.")
   options.update(keywords)
-  known = _keywords_of(transform)
-  for key in options if known else ():
-    if key not in known and key not in own:
-      close = difflib.get_close_matches(str(key), known, 1)
+  jax_names = _keywords_of(transform)
+  for key in options if jax_names else ():
+    if key not in jax_names and key not in own:
+      close = difflib.get_close_matches(str(key), jax_names, 1)
       hint = f"Did you mean {close[0]!r}? " if close else ""
       raise TypeError(
         f"{name} got an unexpected keyword {key!r}. {hint}It takes those of "
-        f"`{_name_of(transform)}`: {', '.join(known)}."
+        f"`{_name_of(transform)}`: {', '.join(jax_names)}."
       )
   return options
 
@@ -237,8 +237,8 @@ def _check_arguments(
         f"{count} positional argument(s)."
       )
   if not _takes(signature, inspect.Parameter.VAR_KEYWORD):
-    known = {p.name for p in signature.parameters.values()}
-    unknown = [each for each in names if each not in known]
+    parameter_names = {p.name for p in signature.parameters.values()}
+    unknown = [each for each in names if each not in parameter_names]
     if unknown:
       raise ValueError(
         f"{name} was given {names_key}={names}, but {user}{signature} has no argument "

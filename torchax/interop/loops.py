@@ -223,15 +223,15 @@ def _length(xs: Any, length: int | None) -> int:
   for number, leaf in enumerate(tensors):
     if not np.ndim(leaf):
       raise ValueError(f"scan goes over the first dimension, but x {number} has none.")
-  found: set[int] = {leaf.shape[0] for leaf in tensors}
+  lengths: set[int] = {leaf.shape[0] for leaf in tensors}
   if length is not None:
-    found.add(length)
-  if len(found) != 1:
+    lengths.add(length)
+  if len(lengths) != 1:
     raise ValueError(
       "scan needs xs with one common length, or length=, but got lengths "
-      f"{sorted(found)}."
+      f"{sorted(lengths)}."
     )
-  return found.pop()
+  return lengths.pop()
 
 
 # In a trace --------------------------------------------------------------------------

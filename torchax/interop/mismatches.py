@@ -55,9 +55,9 @@ def branch_mismatch_message(kind: str, names: Sequence[str], forms: dict) -> str
     labels = ["the false branch", "the true branch"]
   names = [f"{label} `{name}`" if name else label for label, name in zip(labels, names)]
   for number, form in forms.items():
-    found = _difference(forms.get(0), form)
-    if found is not None:
-      path, first, other = found
+    difference = _difference(forms.get(0), form)
+    if difference is not None:
+      path, first, other = difference
       return (
         f"The branches of {kind} return the same structure, shapes and dtypes, but "
         f"{_at('the result', path)} {names[0]} has {first}, and {names[number]} has "
@@ -87,10 +87,10 @@ def carry_message(kind: str, body: Callable, before, after) -> str | None:
     before, after: forms of the carry before and after an iteration.
   """
   what = "carry" if kind == "scan" else "value"
-  found = _difference(before, after)
-  if found is None:
+  difference = _difference(before, after)
+  if difference is None:
     return None
-  path, first, other = found
+  path, first, other = difference
   return (
     f"The {what} of {kind} keeps its structure, shapes and dtypes from turn to turn, "
     f"but {_at(f'the {what}', path)} `{name_of(body)}` is given {first} and returns "

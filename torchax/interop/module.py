@@ -207,8 +207,8 @@ class JittableModule(ModuleWrapper):
     return dict(self._model.named_parameters(remove_duplicate=is_unique))
 
   def _read_buffers(self) -> dict[str, torch.Tensor]:
-    found = extract_all_buffers(self._model)[1]
-    return _unique(found) if self._dedup_parameters else found
+    buffers = extract_all_buffers(self._model)[1]
+    return _unique(buffers) if self._dedup_parameters else buffers
 
   def _user_dict(self, kind: str, read: Callable) -> dict[str, torch.Tensor]:
     self._take_changes()
@@ -409,7 +409,7 @@ def _replace(module: torch.nn.Module, changed: dict, before: dict) -> None:
     is_plain = not isinstance(tensor, torch.nn.Parameter) and tensor.grad_fn is None
     if isinstance(old, torch.nn.Parameter) and is_plain:
       tensor = torch.nn.Parameter(tensor.detach(), requires_grad=old.requires_grad)
-    names = [known for known, value in tensors.items() if value is old] or [name]
+    names = [other for other, value in tensors.items() if value is old] or [name]
     set_all_buffers(module, dict.fromkeys(names, tensor), {})
     before[name] = tensor
 

@@ -337,17 +337,17 @@ def _is_array(leaf) -> bool:
 
 
 def _call_recorded(jax_func: JaxCallable, arguments: Partition):
-  found: list[Partition] = []
+  partitions: list[Partition] = []
 
   def on_arrays(*arrays):
     args, kwargs = jax_view(arguments.unflatten(arrays))
-    found[:] = [Partition(jax_func(*args, **kwargs), _is_array)]
-    return found[0].dynamic
+    partitions[:] = [Partition(jax_func(*args, **kwargs), _is_array)]
+    return partitions[0].dynamic
 
   # Compiling a JAX function is up to the user.
   function = autograd.ArrayFunction(on_arrays, saves_residuals=True, compiled=False)
   results = autograd.call(function, arguments.dynamic)
-  return jax.tree.map(_torch_view, found[0].unflatten(results), is_leaf=is_tensor)
+  return jax.tree.map(_torch_view, partitions[0].unflatten(results), is_leaf=is_tensor)
 
 
 @overload
@@ -424,11 +424,13 @@ def functional_rng(torch_function):
       out = call_torch(torch_function, *args, **kwargs)
       return out, stream.state
 
-  found = signature_of(torch_function)
-  if found is not None:  # JAX finds arguments by number and name in the signature
-    name = "state" if "state" not in found.parameters else "rng_state"
+  signature = signature_of(torch_function)
+  if signature is not None:  # JAX finds arguments by number and name in the signature
+    name = "state" if "state" not in signature.parameters else "rng_state"
     state = inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY)
-    parameters = [state, *found.parameters.values()]
+    parameters = [state, *signature.parameters.values()]
     empty = inspect.Signature.empty
-    pure.__signature__ = found.replace(parameters=parameters, return_annotation=empty)
+    pure.__signature__ = signature.replace(
+      parameters=parameters, return_annotation=empty
+    )
   return pure
