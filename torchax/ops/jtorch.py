@@ -32,7 +32,7 @@ def __getattr__(name: str):
   An example is `jtorch._corrcoef`. Arrays give arrays, tensors give tensors.
   """
   themes_name = _UPSTREAMS.get(name, name)
-  found = lookup(themes_name, _themes, all_torch_functions.values())
-  if found is None:
+  function = lookup(themes_name, _themes, all_torch_functions.values())
+  if function is None:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-  return found
+  return function

@@ -37,9 +37,9 @@ def _keep_mask(boxes: jax.Array, count, iou_threshold) -> jax.Array:
   """
   positions = jnp.arange(len(boxes))
 
-  def suppress(position, kept):
+  def suppress(position, is_kept):
     too_near = _overlaps(boxes[position], boxes) > iou_threshold
-    return kept & ~(kept[position] & too_near & (positions > position))
+    return is_kept & ~(is_kept[position] & too_near & (positions > position))
 
   return lax.fori_loop(0, count, suppress, positions < count)
 
@@ -96,8 +96,8 @@ def nms(boxes, scores, iou_threshold):
   count = len(boxes)
   fill = (1 << max(count - 1, 0).bit_length()) - count
   boxes = jnp.pad(boxes, ((0, fill), (0, 0)))
-  order, kept = _select(boxes, jnp.pad(scores, (0, fill)), count, iou_threshold)
-  chosen = np.asarray(order)[np.asarray(kept)]
+  order, is_kept = _select(boxes, jnp.pad(scores, (0, fill)), count, iou_threshold)
+  chosen = np.asarray(order)[np.asarray(is_kept)]
   return jnp.asarray(chosen, int64())
 
 
@@ -122,8 +122,8 @@ def non_max_suppression_padded(scores, boxes, max_output_size, iou_threshold):
       scores, boxes, max_output_size, iou_threshold
     )
   _require_shapes(boxes, scores)
-  order, kept = _select(boxes, scores, len(boxes), iou_threshold)
-  (positions,) = jnp.nonzero(kept, size=max_output_size, fill_value=-1)
+  order, is_kept = _select(boxes, scores, len(boxes), iou_threshold)
+  (positions,) = jnp.nonzero(is_kept, size=max_output_size, fill_value=-1)
   indices = jnp.where(positions < 0, 0, order[positions])
-  count = jnp.minimum(kept.sum(), max_output_size)
+  count = jnp.minimum(is_kept.sum(), max_output_size)
   return indices.astype(int64()), count

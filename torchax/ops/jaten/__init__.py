@@ -32,13 +32,13 @@ __all__ = [
 @functools.cache
 def _mutations() -> dict:
   """Map each in-place packet of ATen to the packet of its functional form."""
-  found = {}
+  mutations = {}
   for packet in torch_compat.aten_packets():
     for overload in [getattr(packet, name) for name in packet.overloads()]:
       functional = functional_form(overload) if is_in_place(overload) else None
       if functional is not None:
-        found[packet] = functional.overloadpacket
-  return found
+        mutations[packet] = functional.overloadpacket
+  return mutations
 
 
 def _random_mutations() -> set:
@@ -61,7 +61,7 @@ def __getattr__(name: str):
     return _mutations()
   if name == "mutation_needs_env":
     return _random_mutations()
-  found = lookup(name, _themes, all_ops.values()) or of_aten(name)
-  if found is not None:
-    return found
+  value = lookup(name, _themes, all_ops.values()) or of_aten(name)
+  if value is not None:
+    return value
   raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

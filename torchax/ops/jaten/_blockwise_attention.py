@@ -182,9 +182,9 @@ def _forward(config: _Config, query, key, value, constants: _Constants):
     shift = jnp.where(new_peak == -jnp.inf, 0, new_peak)
     weights, rescale = jnp.exp(scores - shift), jnp.exp(peak - shift)
     total = total * rescale + jnp.sum(weights, axis=-1, keepdims=True)
-    kept = _drop(config, weights, start, constants).astype(query.dtype)
+    dropped = _drop(config, weights, start, constants).astype(query.dtype)
     value_block = _block_of(config, value, start, -2)
-    output = output * rescale + _product("...rk,...kv->...rv", kept, value_block)
+    output = output * rescale + _product("...rk,...kv->...rv", dropped, value_block)
     return (new_peak, total, output), None
 
   start = [
@@ -210,8 +210,8 @@ def _backward(config: _Config, residuals, grad):
   def step(query_grad, start):
     key_block, value_block = (_block_of(config, t, start, -2) for t in (key, value))
     weights = jnp.exp(_scores(config, query, key_block, start, constants) - logsumexp)
-    kept = _drop(config, weights, start, constants).astype(dtype)
-    value_grad = _product("...rk,...rv->...kv", kept, grad)
+    dropped = _drop(config, weights, start, constants).astype(dtype)
+    value_grad = _product("...rk,...rv->...kv", dropped, grad)
     kept_grad = _product("...rv,...kv->...rk", grad, value_block)
     kept_grad = _drop(config, kept_grad, start, constants) * constants.survivor_scale
     scores_grad = (weights * (kept_grad - mean) * constants.scale).astype(dtype)

@@ -29,16 +29,16 @@ def probability(name: str, is_kept: bool = False, scales: bool = False) -> Calla
     scales: replace it by (steps, 1 / probability to keep), for lowerings that scale.
   """
 
-  def prepare(given: dict) -> None:
-    p = given.get(name)
+  def prepare(arguments: dict) -> None:
+    p = arguments.get(name)
     if not _is_real(p):
       return
     keep = p if is_kept else 1.0 - p
     steps = uniform.steps_below(keep)
     if steps is None or keep in _PLAIN_PROBABILITIES:
-      given[name] = StaticValue(p)
+      arguments[name] = StaticValue(p)
     else:
-      given[name] = (steps, 1.0 / keep) if scales else steps
+      arguments[name] = (steps, 1.0 / keep) if scales else steps
 
   return prepare
 
@@ -51,12 +51,12 @@ def integers(low: str, high: str) -> Callable:
       integer, or the range is empty, both stay unchanged.
   """
 
-  def prepare(given: dict) -> None:
-    first, end = given.get(low, 0), given.get(high)
+  def prepare(arguments: dict) -> None:
+    first, end = arguments.get(low, 0), arguments.get(high)
     if type(first) is int and type(end) is int and first < end:
-      given[high] = range_operands(first, end)
-      if low in given:
-        given[low] = None
+      arguments[high] = range_operands(first, end)
+      if low in arguments:
+        arguments[low] = None
 
   return prepare
 
@@ -75,7 +75,7 @@ def range_operands(low: int, high: int) -> tuple:
   )
 
 
-def as_they_are(given: dict) -> None:
+def as_they_are(arguments: dict) -> None:
   """Change nothing, so that numbers named in `static=` become operands."""
 
 
@@ -87,10 +87,10 @@ def static_if(name: str, *, is_static: Callable[[float], bool]) -> Callable:
     is_static: `number -> bool`.
   """
 
-  def prepare(given: dict) -> None:
-    value = given.get(name)
+  def prepare(arguments: dict) -> None:
+    value = arguments.get(name)
     if isinstance(value, int | float) and is_static(value):
-      given[name] = StaticValue(value)
+      arguments[name] = StaticValue(value)
 
   return prepare
 
@@ -100,12 +100,12 @@ _SIMPLE_POWERS = (0.5, 1, 2, 3, -0.5, -1, -2)
 _EXPONENTS = range(2**31)
 
 
-def power(given: dict) -> None:
+def power(arguments: dict) -> None:
   """Make an exponent static if it selects a code path or integers do not accept it."""
-  exponent = given["exponent"]
+  exponent = arguments["exponent"]
   is_far = type(exponent) is int and exponent not in _EXPONENTS
   if not _is_real(exponent) or exponent in _SIMPLE_POWERS or is_far:
-    given["exponent"] = StaticValue(exponent)
+    arguments["exponent"] = StaticValue(exponent)
 
 
 _PLAIN_ORDERS = (0, 1, 2)
@@ -117,12 +117,12 @@ def norm_order(name: str) -> Callable:
   0, 1, 2 and the infinities select a code path and become static.
   """
 
-  def prepare(given: dict) -> None:
-    order = given.get(name)
+  def prepare(arguments: dict) -> None:
+    order = arguments.get(name)
     if not _is_real(order):
       return
     is_plain = order in _PLAIN_ORDERS or not math.isfinite(order)
-    given[name] = StaticValue(order) if is_plain else (float(order), 1.0 / order)
+    arguments[name] = StaticValue(order) if is_plain else (float(order), 1.0 / order)
 
   return prepare
 
@@ -133,13 +133,13 @@ def scales(names: tuple[str, ...]) -> Callable:
   Integers and their reciprocals become static: the sizes decide them.
   """
 
-  def prepare(given: dict) -> None:
+  def prepare(arguments: dict) -> None:
     for name in names:
-      scale = given.get(name)
+      scale = arguments.get(name)
       if not _is_real(scale):
         continue
       is_plain = not 0 < scale < math.inf or scale % 1 == 0 or (1 / scale) % 1 == 0
-      given[name] = StaticValue(scale) if is_plain else (float(scale), 1.0 / scale)
+      arguments[name] = StaticValue(scale) if is_plain else (float(scale), 1.0 / scale)
 
   return prepare
 

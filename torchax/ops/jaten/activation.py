@@ -216,9 +216,9 @@ def _check_celu(self, alpha=1.0):
     raise RuntimeError("ZeroDivisionError: alpha cannot be 0 for CELU")
 
 
-def _prepare_celu(given: dict) -> None:
-  if "alpha" in given:
-    given["alpha"] = (given["alpha"], 1 / given["alpha"])
+def _prepare_celu(arguments: dict) -> None:
+  if "alpha" in arguments:
+    arguments["alpha"] = (arguments["alpha"], 1 / arguments["alpha"])
 
 
 @op(aten.celu, check=_check_celu, static=("alpha",), prepare=_prepare_celu)

@@ -246,8 +246,8 @@ def padded_keys(key, value, attn_mask, most: int, numpy=jnp):
     mask = numpy.arange(most) < length
   else:
     left_out = False if attn_mask.dtype == numpy.bool_ else -numpy.inf
-    rest = numpy.full((*attn_mask.shape[:-1], most - length), left_out, attn_mask.dtype)
-    mask = numpy.concatenate([attn_mask, rest], -1)
+    pad = numpy.full((*attn_mask.shape[:-1], most - length), left_out, attn_mask.dtype)
+    mask = numpy.concatenate([attn_mask, pad], -1)
   return _pad_positions(key, most, numpy), _pad_positions(value, most, numpy), mask
 
 

@@ -161,9 +161,9 @@ def _aten__ctc_loss(
   log_probs, targets, input_lengths, target_lengths, blank=0, zero_infinity=False
 ):
   """Return losses and log alpha; the caller applies `zero_infinity` to the losses."""
-  given = _batched(log_probs, targets, input_lengths, target_lengths)
-  losses, alphas = _negative_log_likelihood(*given, blank)
-  losses = out_of_range.fill_invalid(losses, _invalid_rows(*given))
+  batch = _batched(log_probs, targets, input_lengths, target_lengths)
+  losses, alphas = _negative_log_likelihood(*batch, blank)
+  losses = out_of_range.fill_invalid(losses, _invalid_rows(*batch))
   if log_probs.ndim == 2:
     losses, alphas = losses[0], alphas[0]
   return losses.astype(log_probs.dtype), alphas.astype(log_probs.dtype)

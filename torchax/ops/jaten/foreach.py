@@ -164,9 +164,9 @@ def _aten__foreach_powsum(self, ord=2, dtype=None):
 def _aten__amp_foreach_non_finite_check_and_unscale(self, found_inf, inv_scale):
   """Unscale gradients; set `found_inf` to 1 if one of them is not finite."""
   finite = [jnp.all(jnp.isfinite(array)) for array in self]
-  found = jnp.where(jnp.all(jnp.stack(finite)), found_inf, 1.0)
+  flag = jnp.where(jnp.all(jnp.stack(finite)), found_inf, 1.0)
   unscaled = [(array * inv_scale).astype(array.dtype) for array in self]
-  return unscaled, found.astype(found_inf.dtype).reshape(found_inf.shape)
+  return unscaled, flag.astype(found_inf.dtype).reshape(found_inf.shape)
 
 
 @op(aten._amp_update_scale)
@@ -183,8 +183,8 @@ def _aten__amp_update_scale(
   count = growth_tracker.reshape(self.shape) + 1
   grown = self * scale_growth_factor
   grows = ~failed & (count == growth_interval)
-  kept = jnp.where(grows & jnp.isfinite(grown), grown, self)
-  scale = jnp.where(failed, self * scale_backoff_factor, kept)
+  next_scale = jnp.where(grows & jnp.isfinite(grown), grown, self)
+  scale = jnp.where(failed, self * scale_backoff_factor, next_scale)
   count = jnp.where(failed | grows, 0, count)
   new_count = count.astype(growth_tracker.dtype).reshape(growth_tracker.shape)
   return scale.astype(self.dtype), new_count

@@ -36,12 +36,12 @@ def _check_histc(self, bins=100, min=0, max=0):
     )
 
 
-def _prepare_histc(given: dict) -> None:
+def _prepare_histc(arguments: dict) -> None:
   """Make equal bounds static: they select the range of the data."""
-  low, high = (given.get(name, 0) for name in ("min", "max"))
+  low, high = (arguments.get(name, 0) for name in ("min", "max"))
   if low == high:
-    for name in {"min", "max"} & given.keys():
-      given[name] = StaticValue(given[name])
+    for name in {"min", "max"} & arguments.keys():
+      arguments[name] = StaticValue(arguments[name])
 
 
 @op(

@@ -199,8 +199,8 @@ def _check_index_put(self, indices, values, accumulate=False, unsafe=False):
     RuntimeError: values of another dtype, or not one for each True of a mask.
   """
   _check_index(self, indices)
-  given = [axis for axis, index in enumerate(indices) if index is not None]
-  is_by_mask = len(given) == 1 and _is_mask(indices[given[0]])
+  axes = [axis for axis, index in enumerate(indices) if index is not None]
+  is_by_mask = len(axes) == 1 and _is_mask(indices[axes[0]])
   if is_by_mask and values.numel() == 1 and not accumulate:
     return  # torch fills with a value of any dtype
   if values.dtype != self.dtype:
@@ -210,7 +210,7 @@ def _check_index_put(self, indices, values, accumulate=False, unsafe=False):
       "the source with `.to(destination.dtype)`."
     )
   if is_by_mask:
-    _require_value_for_each(indices[given[0]], given[0], values, self)
+    _require_value_for_each(indices[axes[0]], axes[0], values, self)
 
 
 def _require_value_for_each(mask, axis, values, indexed):
@@ -294,9 +294,9 @@ def _write_masked(self, axis, mask, values, accumulate):
 def _aten_index_put(self, indices, values, accumulate=False, unsafe=False):
   """Return a copy of `self` with `values` written or accumulated at `indices`."""
   _check_masks(self, indices)
-  given = [axis for axis, index in enumerate(indices) if index is not None]
-  if len(given) == 1 and _is_mask(indices[given[0]]):
-    axis = given[0]
+  axes = [axis for axis, index in enumerate(indices) if index is not None]
+  if len(axes) == 1 and _is_mask(indices[axes[0]]):
+    axis = axes[0]
     return _write_masked(self, axis, indices[axis], values, accumulate)
   return put_at(self, _without_masks(indices, "index_put"), values, accumulate)
 

@@ -156,8 +156,8 @@ def _aten__native_multi_head_attention(
   average_attn_weights=True,
   mask_type=None,
 ):
-  parts = zip((query, key, value), qkv_weight.chunk(3), qkv_bias.chunk(3))
-  projected = (F.linear(x, w, b) for x, w, b in parts)
+  projections = zip((query, key, value), qkv_weight.chunk(3), qkv_bias.chunk(3))
+  projected = (F.linear(x, w, b) for x, w, b in projections)
   # (batch, length, width) as (batch, heads, length, width / heads).
   q, k, v = (p.unflatten(-1, (num_head, -1)).transpose(1, 2) for p in projected)
   scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5

@@ -73,8 +73,8 @@ def _pad_with_border(self, pad, mode):
       continue
     before, after = _BORDERS[mode](self, axis, max(low, 0), max(high, 0))
     stop = self.shape[axis] - max(-high, 0)
-    kept = lax.slice_in_dim(self, max(-low, 0), stop, axis=axis)
-    self = lax.concatenate([before, kept, after], axis)
+    interior = lax.slice_in_dim(self, max(-low, 0), stop, axis=axis)
+    self = lax.concatenate([before, interior, after], axis)
   return self
 
 

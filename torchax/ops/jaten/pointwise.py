@@ -323,12 +323,14 @@ def _power_of_ten(decimals: int) -> tuple[float, bool]:
   return 10.0 ** abs(decimals), decimals > 0
 
 
-def _prepare_decimals(given: dict) -> None:
-  decimals = given.get("decimals")
+def _prepare_decimals(arguments: dict) -> None:
+  decimals = arguments.get("decimals")
   if type(decimals) is int:
     is_plain = decimals == 0 or abs(decimals) > sys.float_info.max_10_exp
     ten, keeps = (1.0, True) if is_plain else _power_of_ten(decimals)
-    given["decimals"] = StaticValue(decimals) if is_plain else (ten, StaticValue(keeps))
+    arguments["decimals"] = (
+      StaticValue(decimals) if is_plain else (ten, StaticValue(keeps))
+    )
 
 
 @op(aten.round, static=("decimals",), prepare=_prepare_decimals)

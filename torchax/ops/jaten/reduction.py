@@ -360,21 +360,21 @@ RENORM_MARGIN = 1e-7
 _prepare_p = _numbers.norm_order("p")
 
 
-def _prepare_renorm(given: dict) -> None:
+def _prepare_renorm(arguments: dict) -> None:
   """Keep invalid numbers static, so that torch's own checks see them."""
-  p, maxnorm = given["p"], given["maxnorm"]
+  p, maxnorm = arguments["p"], arguments["maxnorm"]
   if not p > 0 or not maxnorm >= 0:
-    given["p"], given["maxnorm"] = StaticValue(p), StaticValue(maxnorm)
+    arguments["p"], arguments["maxnorm"] = StaticValue(p), StaticValue(maxnorm)
   else:
-    _prepare_p(given)
+    _prepare_p(arguments)
 
 
 @op(aten.renorm, static=("p", "maxnorm"), prepare=_prepare_renorm)
 def _aten_renorm(self, p, dim, maxnorm):
   """Scale slices along `dim` whose norm exceeds `maxnorm` down to it."""
   wide = _widen(self)
-  (kept,) = _axes(self, dim)
-  axes = tuple(axis for axis in range(self.ndim) if axis != kept)
+  (kept_axis,) = _axes(self, dim)
+  axes = tuple(axis for axis in range(self.ndim) if axis != kept_axis)
   norms = norm_of_magnitudes(jnp.abs(wide), p, axes, True)
   factors = jnp.where(norms > maxnorm, maxnorm / (norms + RENORM_MARGIN), 1)
   return (wide * factors.astype(norms.dtype)).astype(self.dtype)

@@ -47,15 +47,15 @@ _SCALES: dict = {
 def _scales(self, positional, named):
   """Return the given scale of each spatial dimension, or None."""
   names = _SCALE_NAMES[self.ndim - 2]
-  given = dict(zip(names, positional)) | named
-  return [given.get(name) for name in names]
+  arguments = dict(zip(names, positional)) | named
+  return [arguments.get(name) for name in names]
 
 
-def _scale(in_size, out_size, given):
+def _scale(in_size, out_size, scale):
   """Return the output elements per input element; a prepared scale stays a pair."""
-  if isinstance(given, tuple):
-    return given
-  return given if given is not None and given > 0 else out_size / in_size
+  if isinstance(scale, tuple):
+    return scale
+  return scale if scale is not None and scale > 0 else out_size / in_size
 
 
 def _check_sizes(self, output_size):
@@ -118,17 +118,17 @@ def _resampling(*names):
 # --- Nearest ---------------------------------------------------------------------
 
 
-def _nearest_indices(in_size, out_size, given, offset):
+def _nearest_indices(in_size, out_size, scale, offset):
   """Return input indices, computed in float32, since torch's rounding decides ties.
 
   They are traced if the scale is.
   """
-  if isinstance(given, tuple):
+  if isinstance(scale, tuple):
     indices = jnp.arange(out_size, dtype=np.float32) + offset
-    indices = jnp.floor(indices * jnp.asarray(given[1], np.float32))
+    indices = jnp.floor(indices * jnp.asarray(scale[1], np.float32))
     return jnp.minimum(indices.astype(np.int32), in_size - 1)
-  step = np.float32(1 / _scale(in_size, out_size, given))
-  if given is None:
+  step = np.float32(1 / _scale(in_size, out_size, scale))
+  if scale is None:
     step = np.float32(in_size) / np.float32(out_size)
   indices = np.floor((np.arange(out_size, dtype=np.float32) + offset) * step)
   return np.minimum(indices.astype(np.int64), in_size - 1)
@@ -145,8 +145,8 @@ def _take_indices(self, indices, axis):
 
 def _nearest(self, output_size, scales, offset):
   _check_sizes(self, output_size)
-  for axis, (out_size, given) in enumerate(zip(output_size, scales), 2):
-    indices = _nearest_indices(self.shape[axis], out_size, given, np.float32(offset))
+  for axis, (out_size, scale) in enumerate(zip(output_size, scales), 2):
+    indices = _nearest_indices(self.shape[axis], out_size, scale, np.float32(offset))
     self = _take_indices(self, indices, axis)
   return self
 
@@ -171,14 +171,14 @@ _LINEAR, _CUBIC = jimage.triangle_kernel, jimage.cubic_kernel
 
 def _interpolate(self, output_size, scales, align_corners, kernel, support):
   _check_sizes(self, output_size)
-  for axis, (out_size, given) in enumerate(zip(output_size, scales), 2):
+  for axis, (out_size, scale) in enumerate(zip(output_size, scales), 2):
     in_size = self.shape[axis]
-    if in_size == out_size and (given in (None, 1.0) or kernel is not _CUBIC):
+    if in_size == out_size and (scale in (None, 1.0) or kernel is not _CUBIC):
       continue  # torch's linear kernels ignore the scale here, its cubic one does not
     indices, weights = jimage.compute_contribs(
       in_size,
       out_size,
-      _scale(in_size, out_size, given),
+      _scale(in_size, out_size, scale),
       support,
       align_corners,
       self.dtype,
@@ -214,11 +214,11 @@ def _antialiased(self, output_size, align_corners, scales, method):
   """
   _check_sizes(self, output_size)
   kernel = jax_reimplement.KERNELS[method]
-  for axis, (out_size, given) in enumerate(zip(output_size, scales), 2):
+  for axis, (out_size, scale) in enumerate(zip(output_size, scales), 2):
     in_size = self.shape[axis]
     if in_size == out_size:
       continue
-    factor = _scale(in_size, out_size, given)
+    factor = _scale(in_size, out_size, scale)
     if isinstance(factor, tuple):
       factor, _ = factor
     if align_corners:

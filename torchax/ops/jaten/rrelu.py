@@ -56,12 +56,12 @@ def _aten_rrelu_with_noise_functional(
 LEAST_WIDTH = 1e-6
 
 
-def _prepare_bounds(given: dict) -> None:
+def _prepare_bounds(arguments: dict) -> None:
   """Replace the bounds by their mean, and a flag that slopes were drawn."""
-  lower, upper = given["lower"], given["upper"]
-  is_drawn = given["training"] and upper - lower > LEAST_WIDTH
-  given["lower"] = (lower + upper) / 2
-  given["upper"] = StaticValue(is_drawn)
+  lower, upper = arguments["lower"], arguments["upper"]
+  is_drawn = arguments["training"] and upper - lower > LEAST_WIDTH
+  arguments["lower"] = (lower + upper) / 2
+  arguments["upper"] = StaticValue(is_drawn)
 
 
 @op(

@@ -214,8 +214,8 @@ def _aten_unfold_backward(grad_in, input_sizes, dim, size, step):
   axis = dim_of(dim, len(input_sizes))
   positions = _window_positions(input_sizes[axis], size, step)
   windows = jnp.moveaxis(grad_in, (axis, -1), (0, 1))
-  rest = input_sizes[:axis] + input_sizes[axis + 1 :]
-  total = jnp.zeros((input_sizes[axis], *rest), grad_in.dtype).at[positions]
+  other_sizes = input_sizes[:axis] + input_sizes[axis + 1 :]
+  total = jnp.zeros((input_sizes[axis], *other_sizes), grad_in.dtype).at[positions]
   # A bool comes from a write to windows that do not overlap: there is no sum of bools.
   total = total.max(windows) if windows.dtype == bool else total.add(windows)
   return jnp.moveaxis(total, 0, axis)
@@ -297,12 +297,12 @@ def _check_diagonal(self, src, offset=0, dim1=0, dim2=1):
   dims = dim_of(dim1, self.ndim), dim_of(dim2, self.ndim)
   if dims[0] == dims[1]:
     raise RuntimeError(f"diagonal dimensions cannot be identical {dim1}, {dim2}")
-  kept = [size for dim, size in enumerate(self.shape) if dim not in dims]
+  other_sizes = [size for dim, size in enumerate(self.shape) if dim not in dims]
   length = _diagonal_length(*[self.shape[dim] for dim in dims], offset)
-  if list(src.shape) != [*kept, length]:
+  if list(src.shape) != [*other_sizes, length]:
     raise RuntimeError(
       "expected src to have a size equal to the slice of self. src size = "
-      f"{list(src.shape)}, slice size = {[*kept, length]}"
+      f"{list(src.shape)}, slice size = {[*other_sizes, length]}"
     )
 
 
@@ -431,8 +431,8 @@ def _aten_t(self):
 @op(aten.expand_copy)
 def _aten_expand(self, size, *, implicit=False):
   """Broadcast to `size`; -1 keeps the size of a dimension."""
-  kept = (1,) * (len(size) - self.ndim) + self.shape
-  return jnp.broadcast_to(self, [n if m == -1 else m for m, n in zip(size, kept)])
+  aligned = (1,) * (len(size) - self.ndim) + self.shape
+  return jnp.broadcast_to(self, [n if m == -1 else m for m, n in zip(size, aligned)])
 
 
 @op(aten.squeeze_copy)

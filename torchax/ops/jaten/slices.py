@@ -46,10 +46,10 @@ def _check_slice(self, src, dim=0, start=None, end=None, step=1):
   _require_source(self, src, dim, len(indices))
 
 
-def _prepare_slice(given: dict) -> None:
+def _prepare_slice(arguments: dict) -> None:
   """Drop `end`: the source has the length of the slice, so `start` suffices."""
-  if type(given.get("start")) is int and "end" in given:
-    given["end"] = None
+  if type(arguments.get("start")) is int and "end" in arguments:
+    arguments["end"] = None
 
 
 @op(

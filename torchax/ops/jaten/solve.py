@@ -409,8 +409,8 @@ def _default_rtol(matrix) -> float:
 
 def _reciprocals_above(values, cutoff):
   """Return the reciprocals of the values above the cutoff, 0 for the rest."""
-  kept = values > cutoff
-  return jnp.where(kept, 1 / jnp.where(kept, values, 1), 0)
+  is_above = values > cutoff
+  return jnp.where(is_above, 1 / jnp.where(is_above, values, 1), 0)
 
 
 def _hermitian_pinv(matrix, cutoff_of):

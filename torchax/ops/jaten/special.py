@@ -114,10 +114,10 @@ def _derivative_of_cotangent(x, scale, is_odd, *coefficients):
   return scale * total * jnp.where(is_odd == 1, cotangent, 1)
 
 
-def _prepare_polygamma(given: dict) -> None:
-  n = given["n"]
+def _prepare_polygamma(arguments: dict) -> None:
+  n = arguments["n"]
   is_plain = type(n) is not int or n < 2  # 0 and 1 have other code
-  given["n"] = StaticValue(n) if is_plain else _polygamma_parts(n)
+  arguments["n"] = StaticValue(n) if is_plain else _polygamma_parts(n)
 
 
 @op(
