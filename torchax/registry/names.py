@@ -63,12 +63,12 @@ class Packet:
   def __getattr__(self, name: str):
     # Other attributes, such as `overloads` and dunder names, are the packet's.
     path = f"{self._path}.{name}"
-    found = find(path, self.packet, name)
-    if not isinstance(found, Missing):
-      setattr(self, name, found)
+    member = find(path, self.packet, name)
+    if not isinstance(member, Missing):
+      setattr(self, name, member)
     elif name.startswith("_"):
       raise AttributeError(f"{self.packet} has no attribute {name!r}.")
-    return found
+    return member
 
   def __call__(self, *args, **kwargs):
     return self.packet(*args, **kwargs)
@@ -96,13 +96,13 @@ class Namespace:
 
   def __getattr__(self, name: str):
     path = f"{self._path}.{name}"
-    found = find(path, self._owner, name)
-    if isinstance(found, OpOverloadPacket):
-      found = Packet(path, found)
-    if not isinstance(found, Missing):
+    member = find(path, self._owner, name)
+    if isinstance(member, OpOverloadPacket):
+      member = Packet(path, member)
+    if not isinstance(member, Missing):
       # `Missing` is not cached: the operation may be defined later.
-      setattr(self, name, found)
-    return found
+      setattr(self, name, member)
+    return member
 
 
 def find(path: str, owner, name: str):

@@ -44,10 +44,10 @@ class OperatorTable(MutableMapping):
     keys = keys_of(operation)
     for key in keys:
       if key in self.own:
-        found = self.own[key]
-        if found is None:
+        operator = self.own[key]
+        if operator is None:
           raise KeyError(operation)
-        return found
+        return operator
     tables = self._shared()
     for table in tables:
       for key in keys:

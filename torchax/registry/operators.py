@@ -230,8 +230,8 @@ class Operator:
     for name, value in options.items():
       group = _GROUP_OF.get(name)
       (own if group is None else grouped[group])[name] = value
-    parts = {group: _GROUPS[group](**given) for group, given in grouped.items()}
-    return cls(torch_op, func, **own, **parts)
+    groups = {group: _GROUPS[group](**values) for group, values in grouped.items()}
+    return cls(torch_op, func, **own, **groups)
 
   def uncompiled(self) -> "Operator":
     """Return a copy of this operator that is not compiled.
@@ -292,13 +292,13 @@ def _register(table: dict, operator: Operator) -> Operator:
   if isinstance(operator.torch_op, Missing):
     return operator
   operator.torch_op = resolve(operator.torch_op)
-  known = table.get(operator.torch_op)
-  if known is not None and not operator.is_user_defined:
-    if operator.is_builtin and not known.is_builtin:
-      return known  # a user's operator replaces ours, even if it was loaded first
-    _refuse_or_warn(known, operator)
-  operator.replaced = known
-  if known is None and table is all_torch_functions:
+  current = table.get(operator.torch_op)
+  if current is not None and not operator.is_user_defined:
+    if operator.is_builtin and not current.is_builtin:
+      return current  # a user's operator replaces ours, even if it was loaded first
+    _refuse_or_warn(current, operator)
+  operator.replaced = current
+  if current is None and table is all_torch_functions:
     operator.replaced = _of_torch(operator.torch_op)
   table[operator.torch_op] = operator
   _generation += 1
@@ -312,13 +312,13 @@ def _of_torch(function) -> Operator | None:
     return None
 
 
-def _refuse_or_warn(known: Operator, operator: Operator) -> None:
+def _refuse_or_warn(current: Operator, operator: Operator) -> None:
   """Raise or warn about a second lowering of an operation.
 
   Raises:
     ValueError: both are built in.
   """
-  both = f"{operator.torch_op} already has the lowering {name_of(known.func)}"
+  both = f"{operator.torch_op} already has the lowering {name_of(current.func)}"
   if operator.is_builtin:
     raise ValueError(
       f"{both}, so {name_of(operator.func)} was not registered. Pass "

@@ -73,8 +73,8 @@ def require(name: str, args, kwargs) -> None:
     if is_complex:
       packet = name.rpartition(".")[0]
       error = NotImplementedError if packet in _PYTHON_OPERATORS else WrongDtypeError
-      given = str(dtype) if hasattr(value, "dtype") else "complex"
+      dtype_name = str(dtype) if hasattr(value, "dtype") else "complex"
       raise error(
         f"{packet} is not defined for complex numbers, but got "
-        f"{given.removeprefix('torch.')}. Take `.real`, `.imag` or `.abs()` first."
+        f"{dtype_name.removeprefix('torch.')}. Take `.real`, `.imag` or `.abs()` first."
       )
