@@ -141,8 +141,8 @@ class KeyedFunction:
     self, generators: list[GeneratorOperand], missing: Iterable[Operand]
   ) -> None:
     """Add streams used by a trace to the operands."""
-    known = {each: each.limit for each in self._generators()}
-    limits = {each: max(each.asked, known.get(each, 0)) for each in generators}
+    old_limits = {each: each.limit for each in self._generators()}
+    limits = {each: max(each.asked, old_limits.get(each, 0)) for each in generators}
     self.operands = tuple(
       [
         GeneratorOperand(operand.generator, limits.get(operand, operand.limit))

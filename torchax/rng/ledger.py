@@ -220,9 +220,9 @@ class Ledger:
         "Only a ledger of `torchax.rng.explain(f, …)` has a program that can be looked "
         "at. For draws that were made there is `require_unique()`."
       )
-    found = self._find_faults()
-    if found:
-      raise AssertionError("\n".join(map(str, found)))
+    faults = self._find_faults()
+    if faults:
+      raise AssertionError("\n".join(map(str, faults)))
 
   def plot(self, ax: Any = None) -> Any:
     """Plot draws from left to right and sites from top to bottom.
@@ -246,7 +246,7 @@ class Ledger:
     ax = ax or plot_axes(len(rows), 1.5 + 0.3 * len(heights))
     kinds = [draw.distribution.partition("(")[0] for draw in self]
     for number, kind in enumerate(dict.fromkeys(kinds)):
-      chosen = [n for n, found in enumerate(kinds) if found == kind]
+      chosen = [n for n, other in enumerate(kinds) if other == kind]
       ax.scatter(
         chosen,
         [heights[rows[n]] for n in chosen],

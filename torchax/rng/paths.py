@@ -18,11 +18,11 @@ def _modules(call: Call | None, outside: Call | None = None) -> list:
 
   None is a boundary; a str is the path of modules of a graph.
   """
-  found = []
+  modules = []
   while call is not None and call is not outside:
     module, call = call
-    found.append(module)
-  return found[::-1]
+    modules.append(module)
+  return modules[::-1]
 
 
 def here() -> tuple:
@@ -91,12 +91,12 @@ def _name_in(parent, child) -> str | None:
   for name, module in parent._modules.items():
     if module is child or module is not None and unwrap_module(module) is child:
       return name
-  known = _names.setdefault(parent, {})
-  name, reference = known.get(id(child), (None, None))
+  name_by_id = _names.setdefault(parent, {})
+  name, reference = name_by_id.get(id(child), (None, None))
   if reference is None or reference() is not child:
-    found = (name for name, module in _inside(parent, set()) if module is child)
-    name = next(found, None)
-    known[id(child)] = (name, weakref.ref(child))
+    paths = (name for name, module in _inside(parent, set()) if module is child)
+    name = next(paths, None)
+    name_by_id[id(child)] = (name, weakref.ref(child))
   return name
 
 

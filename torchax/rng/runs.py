@@ -46,14 +46,14 @@ class Difference:
       return f"draw {self.index}: only the second run makes it: {_words(self.second)}"
     if self.second is None:
       return f"draw {self.index}: only the first run makes it: {_words(self.first)}"
-    parts = [
+    lines = [
       f"{name}: {_value(self.first, name)} / {_value(self.second, name)}"
       for name in self.fields
     ]
     return (
       f"draw {self.index} differs in {', '.join(self.fields)}\n"
       f"  first run:  {_words(self.first)}\n"
-      f"  second run: {_words(self.second)}\n  " + "\n  ".join(parts)
+      f"  second run: {_words(self.second)}\n  " + "\n  ".join(lines)
     )
 
   def plot(self, ax: Any = None) -> Any:

@@ -216,7 +216,7 @@ def _leave(scope: _Scope) -> bool:
   A scope may end late, in another task or after an outer scope has removed it.
   """
   scopes = _scopes.get()
-  index = next((n for n, found in enumerate(scopes) if found is scope), None)
+  index = next((n for n, other in enumerate(scopes) if other is scope), None)
   if index is None:
     return True
   _scopes.set(scopes[:index])

@@ -149,9 +149,9 @@ def _read(state: bytes, owner: Streams) -> RootSeed | RngState | int:
   mark = serialization.decode_mark(state)
   if mark is not None:
     return mark
-  found = RngState.from_state_dict(serialization.decode(state))
-  _require_impl(found.impl, owner)
-  return found
+  decoded = RngState.from_state_dict(serialization.decode(state))
+  _require_impl(decoded.impl, owner)
+  return decoded
 
 
 def _restore(owner: Streams, value: RootSeed | RngState | int, tensor) -> None:

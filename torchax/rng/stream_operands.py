@@ -273,10 +273,10 @@ class StreamOperands:
   def generator(self, generator: torch.Generator) -> GeneratorOperand:
     """Return the operand of a generator; register it if it is new."""
     operand = GeneratorOperand(generator)
-    found = self.generators.setdefault(operand, operand)
-    if found is operand:
+    first = self.generators.setdefault(operand, operand)
+    if first is operand:
       self.missing.append(operand)
-    return found
+    return first
 
   @property
   def owners(self) -> list[Streams]:
@@ -319,8 +319,8 @@ class StreamOperands:
 
   def _stream_of(self, operand: Operand) -> RngStream | None:
     """Return the stream opened for an operand of an environment, or None."""
-    found = self._streams.get(operand.owner or self._on)
-    return found[1] if found is not None and found[0] == operand else None
+    entry = self._streams.get(operand.owner or self._on)
+    return entry[1] if entry is not None and entry[0] == operand else None
 
   def _move(self, operand: Operand) -> tuple[int | None, str | None, int]:
     if isinstance(operand, GeneratorOperand):
@@ -402,7 +402,7 @@ class Advance:
   def of_branches(cls, advances: "list[Advance]") -> "Advance | None":
     """Return the advance of a choice of branches: per stream, the largest of all."""
     streams = itertools.zip_longest(*[advance.moves for advance in advances])
-    moves = [max(filter(None, found), key=lambda move: move[2]) for found in streams]
+    moves = [max(filter(None, each), key=lambda move: move[2]) for each in streams]
     logs = [
       ledger.as_child_draws(advance.log, f"branch {number}")
       for number, advance in enumerate(advances)

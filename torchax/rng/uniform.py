@@ -45,8 +45,8 @@ def halves(key, shape, dtype) -> tuple[jax.Array, jax.Array]:
   upper = first > _31_BITS
   first, second = (jnp.where(upper, ~word, word) for word in (first, second))
   coarse = first.astype(jnp.int32).astype(dtype) * np.float32(2.0**-32)
-  rest = (second >> 1).astype(jnp.int32).astype(dtype) + np.float32(0.5)
-  return upper, coarse + rest * np.float32(2.0**-63)
+  fine = (second >> 1).astype(jnp.int32).astype(dtype) + np.float32(0.5)
+  return upper, coarse + fine * np.float32(2.0**-63)
 
 
 def is_below(key, shape, p) -> jax.Array:
