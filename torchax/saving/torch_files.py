@@ -142,8 +142,8 @@ class _Saved(torch_compat.TypedStorage):
 
 def _typed_storage(storage: UntypedStorage, dtype: torch.dtype) -> _Saved:
   """Return one object per storage and dtype while a pickler holds it: shared memory."""
-  known = storage.typed.get(dtype)
-  typed = None if known is None else known()
+  reference = storage.typed.get(dtype)
+  typed = None if reference is None else reference()
   if typed is None:
     typed = _Saved(storage, dtype)
     storage.typed[dtype] = weakref.ref(typed)
@@ -281,6 +281,6 @@ def _imported(name: str):
   return getattr(sys.modules.get(module), attribute, None)
 
 
-def _is_tuple_class(found) -> bool:
-  is_tuple = isinstance(found, type) and issubclass(found, tuple)
-  return is_tuple and hasattr(found, "_fields")
+def _is_tuple_class(cls) -> bool:
+  is_tuple = isinstance(cls, type) and issubclass(cls, tuple)
+  return is_tuple and hasattr(cls, "_fields")

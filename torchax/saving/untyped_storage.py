@@ -53,12 +53,12 @@ class UntypedStorage(torch.UntypedStorage):
   def of(storage: Storage) -> "UntypedStorage":
     """Return the object of a storage; the same one while it is referenced."""
     storage = storage.root
-    known = getattr(storage, "untyped", None)
-    known = None if known is None else known()
-    if known is None:
-      known = UntypedStorage(storage)
-      storage.untyped = weakref.ref(known)
-    return known
+    untyped = getattr(storage, "untyped", None)
+    untyped = None if untyped is None else untyped()
+    if untyped is None:
+      untyped = UntypedStorage(storage)
+      storage.untyped = weakref.ref(untyped)
+    return untyped
 
   @staticmethod
   def of_bytes(content: np.ndarray, index: int | None) -> "UntypedStorage":
