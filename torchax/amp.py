@@ -64,8 +64,8 @@ def _cast(tree, dtype: torch.dtype):
 
 def _widest(tree, target_lower_fp: torch.dtype) -> torch.dtype:
   leaves = torch_pytree.tree_leaves(tree)
-  found = {leaf.dtype for leaf in leaves if _is_castable(leaf)}
-  return target_lower_fp if found <= {target_lower_fp} else torch.float32
+  dtypes = {leaf.dtype for leaf in leaves if _is_castable(leaf)}
+  return target_lower_fp if dtypes <= {target_lower_fp} else torch.float32
 
 
 def _with_dtype(args: tuple, kwargs: dict) -> tuple[tuple, dict]:

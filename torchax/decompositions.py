@@ -46,8 +46,8 @@ def rand_like(self: torch.Tensor, **kwargs: Any) -> torch.Tensor:
   """
   kwargs.pop("memory_format", None)
   options = {"dtype": self.dtype, "device": self.device}
-  given = {name: value for name, value in kwargs.items() if value is not None}
-  return torch.rand(self.shape, **{**options, **given})
+  overrides = {name: value for name, value in kwargs.items() if value is not None}
+  return torch.rand(self.shape, **{**options, **overrides})
 
 
 def bernoulli(

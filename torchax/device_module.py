@@ -218,10 +218,10 @@ def get_device_capability(device: Device = None) -> tuple[int, int]:
   >>> major >= 0
   True
   """
-  parts = str(getattr(_jax_device(device), "compute_capability", "0.0")).split(".")
-  if len(parts) != 2 or not all(part.isdigit() for part in parts):
+  numbers = str(getattr(_jax_device(device), "compute_capability", "0.0")).split(".")
+  if len(numbers) != 2 or not all(part.isdigit() for part in numbers):
     return 0, 0
-  return int(parts[0]), int(parts[1])
+  return int(numbers[0]), int(numbers[1])
 
 
 def get_device_properties(device: Device = None) -> DeviceProperties:
@@ -236,13 +236,13 @@ def get_device_properties(device: Device = None) -> DeviceProperties:
   >>> get_device_properties().total_memory > 0
   True
   """
-  found = _jax_device(device)
+  jax_device = _jax_device(device)
   return DeviceProperties(
-    found.device_kind,
-    found.platform,
+    jax_device.device_kind,
+    jax_device.platform,
     mem_get_info(device)[1],
     *get_device_capability(device),
-    getattr(found, "core_count", None) or 1,
+    getattr(jax_device, "core_count", None) or 1,
   )
 
 

@@ -190,8 +190,8 @@ class Environment(Conversions, contextlib.ContextDecorator):
   def _exit_modes(self, *exc) -> None:
     if not self._entered.stack:
       return  # entered by another thread
-    *rest, modes = self._entered.stack
-    self._entered.stack = tuple(rest)
+    *outer, modes = self._entered.stack
+    self._entered.stack = tuple(outer)
     for mode in reversed(modes):
       mode.__exit__(*(exc or (None, None, None)))
 
@@ -295,14 +295,14 @@ class Environment(Conversions, contextlib.ContextDecorator):
     >>> torch.sin(env.to_xla(torch.ones(1)))
     tensor([2.], device='jax:0')
     """
-    known = self._ops.get(op_to_override)
+    previous = self._ops.get(op_to_override)
     self._ops[op_to_override] = Operator(
       op_to_override,
       op_impl,
       is_jax_function=is_jax_function,
       is_user_defined=True,
       is_view_op=is_view_op,
-      replaced=known,
+      replaced=previous,
     )
 
   def _changed(self, operation) -> None:
@@ -543,13 +543,13 @@ def default_env() -> Environment:
 
 def env_on() -> Environment:
   """Return the innermost environment on in this thread or task, or the default one."""
-  found = active_environments.on.get() or active_environments.on_thread.environments
-  return found[-1] if found else default_env()
+  active = active_environments.on.get() or active_environments.on_thread.environments
+  return active[-1] if active else default_env()
 
 
 def _streams_on() -> rng.Streams:
-  found = active_environments.on.get() or active_environments.on_thread.environments
-  return found[-1].streams if found else rng.default_streams
+  active = active_environments.on.get() or active_environments.on_thread.environments
+  return active[-1].streams if active else rng.default_streams
 
 
 rng.scope.find_streams_by(_streams_on)

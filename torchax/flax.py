@@ -216,14 +216,14 @@ class FlaxNNModule(torch.nn.Module):
     >>> torch.equal(model(x, rngs=keys), model(x, rngs=keys))
     True
     """
-    given = _given_keys(rngs)
+    keys = _given_keys(rngs)
     returns_updates = mutable is not None and mutable is not False
     if mutable is None:
       mutable = self.training and tuple(name for name in self._names if name != PARAMS)
     tensors, call = self._flatten(args, kwargs, mutable)
-    for name in self._missing(call, tensors, given):
-      given[name] = self._draw(name)
-    out, updates = self._run(call, tensors, given)
+    for name in self._missing(call, tensors, keys):
+      keys[name] = self._draw(name)
+    out, updates = self._run(call, tensors, keys)
     with torch.no_grad():
       for collection, values in (updates or {}).items():
         if collection != PARAMS and collection in self._names:
@@ -255,20 +255,20 @@ class FlaxNNModule(torch.nn.Module):
       return new_tensor(self._env.admit(value, "FlaxNNModule"), self._env)
     return new_tensor(jax.numpy.asarray(value), self._env)
 
-  def _missing(self, call: _Call, tensors, given) -> tuple[str, ...]:
+  def _missing(self, call: _Call, tensors, own_keys) -> tuple[str, ...]:
     """Return the rng collections that a call needs and the user did not pass."""
     arrays = [tensor.jax() for tensor in tensors]
     shapes = tuple([(array.shape, array.dtype) for array in arrays])
-    where = (call, shapes, tuple(given))
-    found = self._collections.get(where)
-    if found is None:
-      found = _asked_for(
+    where = (call, shapes, tuple(own_keys))
+    missing = self._collections.get(where)
+    if missing is None:
+      missing = _asked_for(
         lambda keys, *arrays: _apply(self._flax_module, call, keys, arrays),
-        tuple(given),
+        tuple(own_keys),
         *arrays,
       )
-      self._collections[where] = found
-    return found
+      self._collections[where] = missing
+    return missing
 
   def _draw(self, collection: str) -> jax.Array:
     return self._env.rng.next_key(f"flax.linen rng {collection!r}")
@@ -304,27 +304,27 @@ class FlaxNNModule(torch.nn.Module):
     return type(self._flax_module).__name__
 
 
-def _asked_for(function: Callable, known: tuple[str, ...], *arrays) -> tuple[str, ...]:
-  """Return the rng collections that a function of (keys, *arrays) needs beyond `known`.
+def _asked_for(function: Callable, own: tuple[str, ...], *arrays) -> tuple[str, ...]:
+  """Return the rng collections that a function of (keys, *arrays) needs beyond `own`.
 
   Evaluates it abstractly until linen no longer reports a missing collection. So a
   deterministic call, or one that fails, draws nothing.
   """
   _, _, errors = _flax()
-  found: tuple[str, ...] = ()
+  required: tuple[str, ...] = ()
 
   def with_placeholders(*arrays):
-    return function({name: rng.as_key(0) for name in (*known, *found)}, *arrays)
+    return function({name: rng.as_key(0) for name in (*own, *required)}, *arrays)
 
   while True:
     try:
       jax.eval_shape(with_placeholders, *arrays)
-      return found
+      return required
     except errors.InvalidRngError as error:
       missing = _MISSING_RNG.search(str(error))
-      if missing is None or missing["collection"] in (*known, *found):
+      if missing is None or missing["collection"] in (*own, *required):
         raise
-      found = (*found, missing["collection"])
+      required = (*required, missing["collection"])
 
 
 def _function(module, call: _Call) -> Callable:

@@ -278,8 +278,8 @@ def _restack(parent: torch.nn.Module, state: dict, prefix: str, *_) -> None:
     for stacked, name in stack.tensor_names().items():
       names = [f"{prefix}{layer}.{name}" for layer in stack._names]
       if all(name in state for name in names):
-        parts = [state.pop(name) for name in names]
-        state[f"{prefix}{key}.{stacked}"] = torch.stack(parts)
+        tensors = [state.pop(name) for name in names]
+        state[f"{prefix}{key}.{stacked}"] = torch.stack(tensors)
 
 
 @dataclasses.dataclass
@@ -342,7 +342,7 @@ def _candidates(model: torch.nn.Module) -> dict[str, list[list[str]]]:
 
   A `ModuleList` of layers that are not all equal has no runs.
   """
-  found: dict[str, list[list[str]]] = {}
+  runs_by_list: dict[str, list[list[str]]] = {}
   for name, module in model.named_modules():
     if not isinstance(module, torch.nn.ModuleList | torch.nn.Sequential):
       continue
@@ -356,10 +356,10 @@ def _candidates(model: torch.nn.Module) -> dict[str, list[list[str]]]:
         runs.append([key])
       last = structure
     if isinstance(module, torch.nn.ModuleList) and len(runs) > 1:
-      found[name] = []  # the model iterates over the other layers, too
+      runs_by_list[name] = []  # the model iterates over the other layers, too
     elif any(len(run) > 1 for run in runs):
-      found[name] = [run for run in runs if len(run) > 1]
-  return found
+      runs_by_list[name] = [run for run in runs if len(run) > 1]
+  return runs_by_list
 
 
 def _calls(model, layers, args, kwargs) -> dict[torch.nn.Module, list[_Call]]:
@@ -429,9 +429,9 @@ def scan_layers(
   """
   stacks, reasons = _found_stacks(model, args, kwargs, policy_of(policy))
   if not stacks:
-    found = "; ".join(reasons) or "no ModuleList or Sequential has equal neighbours"
+    reason = "; ".join(reasons) or "no ModuleList or Sequential has equal neighbours"
     raise ValueError(
-      f"{type(model).__name__} has no stack of layers to scan: {found}. Write a stack "
+      f"{type(model).__name__} has no stack of layers to scan: {reason}. Write a stack "
       "as `for layer in self.layers: x = layer(x, …)`, or use `ScannedModule`."
     )
   for name in {name for name, _, _ in stacks}:
@@ -447,7 +447,7 @@ def scan_layers(
 def _found_stacks(model: torch.nn.Module, args, kwargs, policy) -> tuple[list, list]:
   """Return stacks as (name of list, keys in it, stack), and reasons against others."""
   lists = _candidates(model)
-  runs = [(name, run) for name, found in lists.items() for run in found]
+  runs = [(name, run) for name, list_runs in lists.items() for run in list_runs]
   layers = {
     (name, key): model.get_submodule(f"{name}.{key}" if name else key)
     for name, run in runs

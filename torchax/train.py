@@ -172,8 +172,8 @@ def _in_parts(value_and_grad: Callable, count: int) -> Callable:
     return tensor.reshape(count, rows // count, *tensor.shape[1:])
 
   def in_parts(weights, buffers, args, label):
-    def part(total, given):
-      value, gradients = value_and_grad(weights, buffers, *given)
+    def part(total, chunk):
+      value, gradients = value_and_grad(weights, buffers, *chunk)
       return jax.tree.map(torch.add, total, gradients), value
 
     total = jax.tree.map(torch.zeros_like, weights)

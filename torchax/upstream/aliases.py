@@ -33,11 +33,11 @@ def lookup(
     operators: registered operators, which tell the arguments of a function.
   """
   for theme in themes:
-    found = vars(theme).get(name)
-    if getattr(found, "__module__", None) != theme.__name__:
+    function = vars(theme).get(name)
+    if getattr(function, "__module__", None) != theme.__name__:
       continue
-    uses = [operator for operator in operators if operator.func is found]
-    return _face(found, uses[0]) if uses else found
+    uses = [operator for operator in operators if operator.func is function]
+    return _face(function, uses[0]) if uses else function
   return None
 
 
@@ -72,13 +72,13 @@ def of_tensors(function: Callable, *, needs_env: bool = False) -> Callable:
   @_called_like(function)
   def run(*args, env=None, **kwargs):
     env = env or env_on()
-    given = {"env": env} if needs_env else {}
+    extra = {"env": env} if needs_env else {}
     leaves = pytree.tree_leaves((args, kwargs))
     if not any(isinstance(leaf, jax.Array) for leaf in leaves):
-      return function(*args, **kwargs, **given)
+      return function(*args, **kwargs, **extra)
     args, kwargs = env.j2t_iso((args, kwargs))
     with env:
-      return env.t2j_iso(function(*args, **(kwargs | given)))
+      return env.t2j_iso(function(*args, **(kwargs | extra)))
 
   return run
 
@@ -104,7 +104,7 @@ def _drawing(sampler: Callable) -> Callable:
   @functools.wraps(sampler)
   def draw(*args, env=None, generator=None, **kwargs):
     key = (env or env_on()).get_and_rotate_prng_key(generator)
-    given = {k: v for k, v in kwargs.items() if k not in _OF_TORCH}
-    return sampler(key, *args, **given)
+    options = {k: v for k, v in kwargs.items() if k not in _OF_TORCH}
+    return sampler(key, *args, **options)
 
   return draw
