@@ -164,7 +164,7 @@ _OF_TENSOR = {
 _WAYS_TO_JAX = (
   (Environment, "dispatch"),
   (Environment, "shapes"),
-  (Environment, "moved"),
+  (Environment, "copy_to_jax"),
   (operands.Flattener, "flatten"),
   (mappings, "t2j"),
   (mappings, "j2t"),

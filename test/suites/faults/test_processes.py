@@ -9,6 +9,8 @@ import json
 import pytest
 from faults.programs import run
 
+import torchax
+
 pytestmark = pytest.mark.programs
 
 # `outcome(f)` is the outcome of `f` in a forked child: class and message, or a repr.
@@ -120,6 +122,11 @@ def test_a_forked_child_refuses_jax(line, inside):
   assert kind == "ForkError", message
   assert message.startswith("Cannot re-initialize JAX in forked subprocess")
   assert "'spawn'" in message and "collate_fn" in message
+
+
+@pytest.mark.parametrize(("owner", "name"), torchax._WAYS_TO_JAX)
+def test_each_function_that_a_forked_child_refuses_exists(owner, name):
+  assert hasattr(owner, name)
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "in the environment"])
