@@ -159,7 +159,7 @@ class Boundary:
     """Represent an outer storage by `array`, an operand of the traced function."""
     self.shadows[id(storage)] = Shadow(storage, array, tensor)
 
-  def written(self) -> list[Shadow]:
+  def changed_shadows(self) -> list[Shadow]:
     """Return the shadows of the outer storages that the function has changed."""
     return [shadow for shadow in self.shadows.values() if shadow.written]
 

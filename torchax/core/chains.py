@@ -90,7 +90,7 @@ class MovingInfo:
       return self._fill_invalid(row, jax_array, start)
     return lax.dynamic_slice_in_dim(jax_array, start, self.length, self.dim)
 
-  def picked(self, array: np.ndarray, start) -> np.ndarray:
+  def view_numpy(self, array: np.ndarray, start) -> np.ndarray:
     """Return the slice of a numpy array."""
     part = start if self.length is None else slice(start, start + self.length)
     return array[(slice(None),) * self.dim + (part,)]
@@ -196,11 +196,11 @@ class MovingChain:
       base = info.transform_tensor(base, *start)
     return base
 
-  def picked(self, base_and_starts) -> np.ndarray:
+  def view_numpy(self, base_and_starts) -> np.ndarray:
     """Return the view of a numpy array; the starts are concrete."""
     base, starts = base_and_starts
     for info, start in self._steps(starts):
-      base = info.picked(base, *start)
+      base = info.view_numpy(base, *start)
     return base
 
   def write(self, base_and_starts, value: jax.Array) -> jax.Array:
@@ -293,10 +293,10 @@ class Chain:
       base = info.transform_tensor(base)
     return base
 
-  def picked(self, base: np.ndarray) -> np.ndarray:
+  def view_numpy(self, base: np.ndarray) -> np.ndarray:
     """Return the view of a numpy array, without a copy if numpy can."""
     for info in self.infos:
-      base = info.picked(base)
+      base = info.view_numpy(base)
     return base
 
   def write(self, base: jax.Array, value: jax.Array) -> jax.Array:
@@ -373,12 +373,12 @@ def _reader(chain: Chain | MovingChain) -> Program:
     return _reading()(operand, chain)
 
   def on_host(operands):
-    view = chain.picked(*operands)
+    view = chain.view_numpy(*operands)
     return np.array(view) if numpy_fallback.is_small(view) else None
 
   program: Any = read
   program.in_traces = lambda operand: _reading().in_traces(operand, chain)
-  if any(type(info).picked is ViewInfo.picked for info in chain.infos):
+  if any(type(info).view_numpy is ViewInfo.view_numpy for info in chain.infos):
     return program
   return numpy_fallback.with_warmup(program, on_host)
 

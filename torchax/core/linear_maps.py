@@ -49,12 +49,12 @@ _linear_map_p.multiple_results = True
 def _run(*args, transpose, count, results):
   residuals, operands = args[:count], args[count:]
 
-  def pulled(*cotangents):
+  def pull(*cotangents):
     return transpose(residuals, cotangents, (True,) * len(operands))
 
   # `jax.linear_transpose` does not support a scatter that sets elements.
   zeros = [jnp.zeros(result.shape, result.dtype) for result in results]
-  _, push = jax.vjp(pulled, *zeros)
+  _, push = jax.vjp(pull, *zeros)
   return list(push(list(operands)))
 
 

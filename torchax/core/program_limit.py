@@ -67,7 +67,7 @@ class Counted:
     weakref.finalize(jitted, self._forget).atexit = False
     return jitted
 
-  def traced(self, function: Callable, *args, **kwargs):
+  def trace(self, function: Callable, *args, **kwargs):
     """Call the function under trace and count one more program."""
     if _Policy.before_first is not None:
       first, _Policy.before_first = _Policy.before_first, None
@@ -178,7 +178,7 @@ def jit(
 
   @functools.wraps(function)
   def traced(*args, **kwargs):
-    return counted.traced(function, *args, **kwargs)
+    return counted.trace(function, *args, **kwargs)
 
   traced.__name__ = counted.name
   own: dict[str, Any] = {}

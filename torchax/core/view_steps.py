@@ -87,11 +87,11 @@ class ViewInfo:
            [0., 4.]], dtype=float32)
     """
     indices = np.arange(math.prod(jax_array.shape)).reshape(jax_array.shape)
-    picked = self.picked(indices).ravel()
+    picked = self.view_numpy(indices).ravel()
     flat = jax_array.ravel().at[picked].set(new_value.ravel())
     return flat.reshape(jax_array.shape)
 
-  def picked(self, array: np.ndarray) -> np.ndarray:
+  def view_numpy(self, array: np.ndarray) -> np.ndarray:
     """Return the view of a numpy array; subclasses avoid the detour through JAX.
 
     Args:
@@ -169,7 +169,7 @@ class NarrowInfo(ViewInfo):
   def transform_tensor(self, jax_array):
     return jax_array[self._index()]
 
-  picked = transform_tensor
+  view_numpy = transform_tensor
 
   def update_tensor(self, new_value, jax_array):
     start = self._single_slice(jax_array.shape)
@@ -219,7 +219,7 @@ class SelectInfo(ViewInfo):
   def transform_tensor(self, jax_array):
     return jax_array[self._index()]
 
-  picked = transform_tensor
+  view_numpy = transform_tensor
 
   def update_tensor(self, new_value, jax_array):
     return jax_array.at[self._index()].set(new_value)
@@ -236,7 +236,7 @@ class IndexInfo(ViewInfo):
   def transform_tensor(self, jax_array):
     return lax.index_in_dim(jax_array, self.index, self.dim, keepdims=False)
 
-  def picked(self, array):
+  def view_numpy(self, array):
     return array[(slice(None),) * self.dim + (self.index,)]
 
   def update_tensor(self, new_value, jax_array):
@@ -316,7 +316,7 @@ class DiagonalInfo(ViewInfo):
   def transform_tensor(self, jax_array):
     return jnp.diagonal(jax_array, self.offset, self.dim1, self.dim2)
 
-  def picked(self, array):
+  def view_numpy(self, array):
     return np.diagonal(array, self.offset, self.dim1, self.dim2)
 
 
@@ -336,7 +336,7 @@ class UnfoldInfo(ViewInfo):
   def transform_tensor(self, jax_array):
     return self._windows(jnp, jax_array)
 
-  def picked(self, array):
+  def view_numpy(self, array):
     return self._windows(np, array)
 
   def _windows(self, numpy, source):
@@ -357,7 +357,7 @@ class ReshapeInfo(ViewInfo):
   def transform_tensor(self, jax_array):
     return lax.reshape(jax_array, self.size)
 
-  def picked(self, array):
+  def view_numpy(self, array):
     return array.reshape(self.size)
 
   def update_tensor(self, new_value, jax_array):
@@ -374,7 +374,7 @@ class PermuteInfo(ViewInfo):
   def transform_tensor(self, jax_array):
     return lax.transpose(jax_array, self.dims)
 
-  def picked(self, array):
+  def view_numpy(self, array):
     return array.transpose(self.dims)
 
   def update_tensor(self, new_value, jax_array):
@@ -397,7 +397,7 @@ class ExpandInfo(ViewInfo):
   def transform_tensor(self, jax_array):
     return jnp.broadcast_to(jax_array, self.size)
 
-  def picked(self, array):
+  def view_numpy(self, array):
     return np.broadcast_to(array, self.size)
 
   def update_tensor(self, new_value, jax_array):
@@ -509,7 +509,7 @@ class StopGradientInfo(ViewInfo):
   def transform_tensor(self, jax_array):
     return lax.stop_gradient(jax_array)
 
-  def picked(self, array):
+  def view_numpy(self, array):
     return array
 
   def update_tensor(self, new_value, jax_array):

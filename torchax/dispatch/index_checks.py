@@ -74,7 +74,7 @@ def _known_values(given, waits: bool) -> np.ndarray | None:
     return None
   if chain is WHOLE:
     return np.asarray(array)
-  return None if chain.is_traced else chain.picked(np.asarray(array))
+  return None if chain.is_traced else chain.view_numpy(np.asarray(array))
 
 
 def _is_ready_on_cpu(array) -> bool:

@@ -221,7 +221,7 @@ class Flattener:
   def rebuild_on_host(self, key: tuple, operands) -> tuple[list, dict]:
     """Return the arguments as numpy arrays; numpy takes views without a copy."""
     # numpy gives scalars for single elements
-    return _rebuild(key, operands, lambda chain, x: np.asarray(chain.picked(x)))
+    return _rebuild(key, operands, lambda chain, x: np.asarray(chain.view_numpy(x)))
 
 
 class _Prepared:

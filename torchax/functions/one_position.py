@@ -85,7 +85,7 @@ def pad_keys(query, key, value, attn_mask, enable_gqa: bool) -> tuple:
     return unpadded
   _calls[shapes] = times + 1
   values, sharding = operands
-  views = [tensor._chain.picked(array) for tensor, array in zip(tensors, values)]
+  views = [tensor._chain.view_numpy(array) for tensor, array in zip(tensors, values)]
   views += [None] * (len(unpadded) - len(views))
   arrays = attention.padded_keys(*views, most, np)
   return tuple(

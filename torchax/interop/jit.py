@@ -118,7 +118,7 @@ class Jitted(Generic[P, R]):
     counted = program_limit.Counted(self.traced.__name__, is_of_user=True)
 
     def pure(rng, operands, *args, **kwargs):
-      result = counted.traced(self.traced, rng, operands, *args, **kwargs)
+      result = counted.trace(self.traced, rng, operands, *args, **kwargs)
       self.traced.record_trace(operands, args, kwargs)
       return result
 

@@ -240,7 +240,7 @@ def call_torch(torch_func, *args, **kwargs):
 
 def require_no_writes(boundary: Boundary, name: str) -> None:
   """Raise MutationError if the function changed outer tensors."""
-  written = boundary.written()
+  written = boundary.changed_shadows()
   if written:
     raise MutationError(
       f"{name} changes {len(written)} tensor(s) that are not among its arguments (the "

@@ -267,7 +267,7 @@ def _of_captured(boundary: Boundary, lifted: Captured) -> Iterator[tuple[Change,
     gradient = grads.get(id(leaf))
     if isinstance(gradient, Tensor):
       holders[id(gradient._storage)] = (leaf, True)
-  for shadow in boundary.written():
+  for shadow in boundary.changed_shadows():
     holder = holders.get(id(shadow.storage))
     change = WriteStorage(Identity(shadow.storage))
     if holder is not None:

@@ -294,7 +294,7 @@ class Traced:
         drop_traced_grads(boundary, lifted)
     if options.lifts:
       needs += self._needs(boundary, tensors)
-      written = [shadow.storage for shadow in boundary.written()]
+      written = [shadow.storage for shadow in boundary.changed_shadows()]
       self.guards.follow_attributes([*captures.storages, *written])
     return arrays, effects.or_none()
 
@@ -343,7 +343,7 @@ class Traced:
 
   def _require_outside_graph(self, boundary: Boundary) -> None:
     """Raise MutationError if an in-place change joined an outer tensor to the graph."""
-    written = [t for shadow in boundary.written() for t in shadow.writers]
+    written = [t for shadow in boundary.changed_shadows() for t in shadow.writers]
     joined = [t for t in written if t.grad_fn is not None]
     for tensor in joined:
       if not tensor._is_view():
