@@ -175,7 +175,7 @@ class ScannedModule(torch.nn.Module):
     args, kwargs = arguments.unflatten(others)
 
     def layer(value, tensors):
-      with torch_compat.reparametrized(self.c.one_mod, tensors):
+      with torch_compat.reparametrize(self.c.one_mod, tensors):
         result = self.next_input(self.c.one_mod(value, *args, **kwargs))
       return result, {name: tensors[name] for name in self._layer_buffers}
 

@@ -104,6 +104,6 @@ def test_the_readme_and_the_workflow_name_the_tested_versions():
   readme = pathlib.Path(ROOT, "README.md").read_text(encoding="utf-8")
   workflow = pathlib.Path(ROOT, ".github", "workflows", "ci.yml").read_text()
   for name, shown in (("torch", "torch"), ("jax", "JAX"), ("python", "Python")):
-    assert f"{shown} {versions.tested(name)}" in " ".join(readme.split())
+    assert f"{shown} {versions.tested_range(name)}" in " ".join(readme.split())
   for job in ("test:", "lowest:", "newest:", "prerelease:"):
     assert f"\n  {job}\n" in workflow

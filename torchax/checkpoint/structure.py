@@ -270,7 +270,7 @@ class Reader:
     if kind in _ON_JAX:
       array = jnp.asarray(array)
       if "layout" not in node and not placement.is_on_several_devices(array):
-        array = jax_compat.uncommitted(array)
+        array = jax_compat.uncommit(array)
     if kind == "keys":
       return _keys(array, node["impl"])
     if kind.endswith("tensor"):

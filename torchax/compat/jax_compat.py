@@ -269,7 +269,7 @@ def is_committed(array) -> bool:
   return getattr(array, "_committed", True)
 
 
-def uncommitted(array) -> jax.Array:
+def uncommit(array) -> jax.Array:
   """Return an uncommitted array with the same buffers."""
   shards = getattr(array, "_arrays", None)
   if shards is None:

@@ -34,7 +34,7 @@ def is_tested(name: str, version: str) -> bool:
   return lowest <= release(version)[: len(lowest)] <= highest
 
 
-def tested(name: str) -> str:
+def tested_range(name: str) -> str:
   """Return the tested range of a package as text: "2.11 to 2.15"."""
   return " to ".join(TESTED[name])
 

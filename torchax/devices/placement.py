@@ -329,7 +329,7 @@ def put(array: jax.Array, device) -> jax.Array:
     return array
   result = jax.device_put(array, target)
   if index == default_index():
-    return jax_compat.uncommitted(result)
+    return jax_compat.uncommit(result)
   DeviceUse.multiple_devices = True
   return result
 
@@ -455,9 +455,7 @@ def restore_sharding(array: jax.Array, sharding: Sharding | None) -> jax.Array:
   if sharding is not None:
     return array if array.sharding == sharding else jax.device_put(array, sharding)
   if jax_compat.is_committed(array) and not is_on_several_devices(array):
-    return jax_compat.uncommitted(
-      jax.device_put(array, jax_device(default_index() or 0))
-    )
+    return jax_compat.uncommit(jax.device_put(array, jax_device(default_index() or 0)))
   return array
 
 

@@ -62,7 +62,9 @@ class EnvInfo:
       *(f"  {sentence}" for sentence in self.lost),
     ]
     if self.untested:
-      ranges = ", ".join(f"{name} {versions.tested(name)}" for name in versions.TESTED)
+      ranges = ", ".join(
+        f"{name} {versions.tested_range(name)}" for name in versions.TESTED
+      )
       lines.append(
         f"Not a tested version: {', '.join(self.untested)} (tested are {ranges})."
       )

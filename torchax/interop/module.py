@@ -108,7 +108,7 @@ def extract_jax(
   arrays = {name: env.t2j_copy(tensor.detach()) for name, tensor in kept.items()}
 
   def call(states, args, kwargs):
-    with torch_compat.reparametrized(mod, states):
+    with torch_compat.reparametrize(mod, states):
       return mod(*args, **kwargs)
 
   called = jax_view(call)
@@ -313,7 +313,7 @@ class JittableModule(ModuleWrapper):
       method = getattr(self._model, method_or_name)
     else:
       method = functools.partial(method_or_name, self._model)
-    with torch_compat.reparametrized(self._model, {**params, **buffers}):
+    with torch_compat.reparametrize(self._model, {**params, **buffers}):
       return method(*args, **kwargs)
 
   def jittable_call(self, method_name: str, *args: Any, **kwargs: Any) -> Any:

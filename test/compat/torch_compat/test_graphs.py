@@ -13,7 +13,7 @@ def test_reparametrized_module_uses_the_given_tensors():
   model[1].weight = model[0].weight
   own = model[0].weight
   other = torch.zeros(2, 2)
-  with torch_compat.reparametrized(model, {"0.weight": other}):
+  with torch_compat.reparametrize(model, {"0.weight": other}):
     assert model[0].weight is other
     assert model[1].weight is other  # tied weights stay tied
   assert model[0].weight is own and model[1].weight is own

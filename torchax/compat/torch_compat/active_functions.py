@@ -106,7 +106,7 @@ def inside(module: torch.nn.Module) -> contextlib.AbstractContextManager:
   return as_innermost((unwrap_module(module), _innermost.get()))
 
 
-def _wrapped(call: Callable) -> Callable:
+def _wrap(call: Callable) -> Callable:
   """Wrap `Module.__call__` so that it records the running module."""
 
   @functools.wraps(call)
@@ -167,7 +167,7 @@ class _Following:
     original = _originals.get(current)
     is_wanted = bool(self._holders or self._owners)
     if is_wanted and original is None:
-      patch(torch.nn.Module, "__call__", _wrapped(current), _REASON)
+      patch(torch.nn.Module, "__call__", _wrap(current), _REASON)
     elif original is not None and not is_wanted:
       for entry in [each for each in PATCHES if each.replacement is current]:
         entry.undo()

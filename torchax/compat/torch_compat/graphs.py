@@ -90,7 +90,7 @@ _reparametrize = private.find(
 )
 
 
-def reparametrized(module: torch.nn.Module, tensors: dict):
+def reparametrize(module: torch.nn.Module, tensors: dict):
   """Return a context in which the module has the given tensors instead of its own."""
   return _reparametrize(module, tensors, tie_weights=True)
 
@@ -131,7 +131,7 @@ def keep_from_dynamo(*owners, with_calls: bool = True) -> None:
 def _code_of(value) -> Iterator[types.CodeType]:
   """Yield the code objects of functions, including nested functions."""
   if isinstance(value, types.FunctionType):
-    yield from _nested(inspect.unwrap(value).__code__)
+    yield from _nested_codes(inspect.unwrap(value).__code__)
   elif isinstance(value, property):
     for accessor in (value.fget, value.fset):
       yield from _code_of(accessor)
@@ -147,11 +147,11 @@ def _code_of(value) -> Iterator[types.CodeType]:
         yield from _code_of(member)
 
 
-def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+def _nested_codes(code: types.CodeType) -> Iterator[types.CodeType]:
   yield code
   for constant in code.co_consts:
     if isinstance(constant, types.CodeType):
-      yield from _nested(constant)
+      yield from _nested_codes(constant)
 
 
 def keep_unused_draws() -> contextlib.AbstractContextManager:
