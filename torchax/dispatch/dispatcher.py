@@ -159,7 +159,7 @@ class Dispatcher:
       return Plan(func, operator, self._env)
     if operator.kind is Kind.ENV_ARRAYS:
       # Not compiled, because it may draw from the environment's stream.
-      return Plan(func, operator.uncompiled(), self._env)
+      return Plan(func, operator.without_compilation(), self._env)
     return tensor_plan(func, operator, self._env)
 
   def _default_plan(self, func) -> Callable:

@@ -233,10 +233,10 @@ class Operator:
     groups = {group: _GROUPS[group](**values) for group, values in grouped.items()}
     return cls(torch_op, func, **own, **groups)
 
-  def uncompiled(self) -> "Operator":
+  def without_compilation(self) -> "Operator":
     """Return a copy of this operator that is not compiled.
 
-    >>> Operator(torch.sin, torch.cos).uncompiled().execution.compiled
+    >>> Operator(torch.sin, torch.cos).without_compilation().execution.compiled
     False
     """
     execution = dataclasses.replace(self.execution, compiled=False)
