@@ -324,7 +324,7 @@ def permute(array: jax.Array, destinations: Sequence[int], group_name) -> jax.Ar
 # Coalesced, in-place and `out=` variants ----------------------------------------------
 
 
-def _coalesced(lowering: Callable) -> Callable:
+def _coalesce(lowering: Callable) -> Callable:
   def coalesced(inputs, *args):
     return [lowering(array, *args) for array in inputs]
 
@@ -363,7 +363,7 @@ _IN_PLACE = ("all_reduce", "all_reduce_coalesced", "broadcast")
 _OUT = ("all_gather_into_tensor", "reduce_scatter_tensor")
 
 for _name, _lowering in _COALESCED.items():
-  _register(_name)(_coalesced(_lowering))
+  _register(_name)(_coalesce(_lowering))
 for _name in _IN_PLACE:
   _register(f"{_name}_", kind=Kind.TENSORS)(_in_place(_name))
 for _name in _OUT:

@@ -129,7 +129,7 @@ def _length_rules(log_probs, targets, input_lengths, target_lengths, *rest, **na
   )
 
 
-def _batched(log_probs, targets, input_lengths, target_lengths):
+def _add_batch(log_probs, targets, input_lengths, target_lengths):
   """Add a batch dimension if `log_probs` is (T, C); widen half precision."""
   lengths = (jnp.atleast_1d(jnp.asarray(n)) for n in (input_lengths, target_lengths))
   targets = targets.astype(jnp.int32)  # torch accepts floats
@@ -161,7 +161,7 @@ def _aten__ctc_loss(
   log_probs, targets, input_lengths, target_lengths, blank=0, zero_infinity=False
 ):
   """Return losses and log alpha; the caller applies `zero_infinity` to the losses."""
-  batch = _batched(log_probs, targets, input_lengths, target_lengths)
+  batch = _add_batch(log_probs, targets, input_lengths, target_lengths)
   losses, alphas = _negative_log_likelihood(*batch, blank)
   losses = out_of_range.fill_invalid(losses, _invalid_rows(*batch))
   if log_probs.ndim == 2:
@@ -186,7 +186,7 @@ def _aten__ctc_loss_backward(
   It is exp(log_probs) minus the posterior of the labels. The gradient of log-softmax
   maps it to itself.
   """
-  wide, *lengths_and_targets = _batched(
+  wide, *lengths_and_targets = _add_batch(
     log_probs, targets, input_lengths, target_lengths
   )
   losses, pull_back = jax.vjp(

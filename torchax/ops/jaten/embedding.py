@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from torchax.core import out_of_range
 from torchax.ops.builtin import op
 from torchax.ops.jaten import _numbers, _on_host
-from torchax.ops.jaten.indexing import added
+from torchax.ops.jaten.indexing import add_at
 from torchax.ops.promotion import widen
 from torchax.registry.index_rules import Condition, Range
 from torchax.registry.names import aten
@@ -51,7 +51,7 @@ def _add_rows(rows, indices, num_weights, dtype):
   table = jnp.zeros((num_weights, rows.shape[-1]), widen(rows).dtype)
   broken = out_of_range.is_out_of_range(indices, num_weights)
   inside = out_of_range.clip(indices, num_weights)
-  return out_of_range.write(table, inside, widen(rows), added, broken).astype(dtype)
+  return out_of_range.write(table, inside, widen(rows), add_at, broken).astype(dtype)
 
 
 def _table_rules(weight, indices, *rest, **named):

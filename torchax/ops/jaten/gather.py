@@ -15,7 +15,7 @@ from torchax.ops.builtin import op
 from torchax.ops.casting import require_fit
 from torchax.ops.jaten import _on_host
 from torchax.ops.jaten._arguments import dim_of, require_one_dtype
-from torchax.ops.jaten.indexing import added, assigned, multiplied, put_at
+from torchax.ops.jaten.indexing import add_at, multiply_at, put_at, set_at
 from torchax.registry.index_rules import Range, dimension_rule
 from torchax.registry.names import aten
 
@@ -100,7 +100,7 @@ def _aten_index_add(self, dim, index, source, *, alpha=1):
   _check_rows("index_add", self, dim, index, source)
   require_one_dtype("index_add", self, source)
   addend = (source * alpha).astype(self.dtype)
-  return _write_along(self, dim, index, addend, added, gathers=True)
+  return _write_along(self, dim, index, addend, add_at, gathers=True)
 
 
 _NO_COPY = (
@@ -116,7 +116,7 @@ def _copy_rules(self, dim, index, source):
 @op(aten.index_copy, rules=_copy_rules)
 def _aten_index_copy(self, dim, index, source):
   require_one_dtype("index_copy", self, source)
-  return _write_along(self, dim, index, source, assigned)
+  return _write_along(self, dim, index, source, set_at)
 
 
 def _fill_rules(self, dim, index, value):
@@ -141,7 +141,7 @@ def _check_filler(self, dim, index, value):
 @op(aten.index_fill, check=_check_filler, rules=_fill_rules)
 def _aten_index_fill(self, dim, index, value):
   filler = jnp.asarray(value).astype(self.dtype)
-  return _write_along(self, dim, index, filler, assigned, wraps=True)
+  return _write_along(self, dim, index, filler, set_at, wraps=True)
 
 
 @op(aten.index_reduce, rules=_row_rules)
@@ -194,17 +194,17 @@ def _scatter(self, dim, index, src, how, gathers=False):
 
 @op(aten.scatter.src, rules=_place_rules)
 def _aten_scatter_src(self, dim, index, src):
-  return _scatter(self, dim, index, src, assigned)
+  return _scatter(self, dim, index, src, set_at)
 
 
 @op(aten.scatter.value, check=_check_number, rules=_place_rules)
 def _aten_scatter(self, dim, index, value):
-  return _scatter(self, dim, index, value, assigned)
+  return _scatter(self, dim, index, value, set_at)
 
 
 @op(aten.scatter_add, rules=_place_rules)
 def _aten_scatter_add(self, dim, index, src):
-  return _scatter(self, dim, index, src, added, gathers=True)
+  return _scatter(self, dim, index, src, add_at, gathers=True)
 
 
 @op(aten.scatter.reduce, rules=_place_rules)
@@ -230,9 +230,9 @@ def _aten_scatter_reduce(self, dim, index, src, reduce, *, include_self=True):
 
 _OLD_NAMES = {"add": "sum", "multiply": "prod"}
 _REDUCERS = {
-  "sum": added,
-  "mean": added,
-  "prod": multiplied,
+  "sum": add_at,
+  "mean": add_at,
+  "prod": multiply_at,
   "amax": lambda array, indices, values: array.at[indices].max(values),
   "amin": lambda array, indices, values: array.at[indices].min(values),
 }

@@ -29,18 +29,18 @@ from torchax.registry.names import aten
 # JAX does not add or multiply bools; `max` is "or" for them and `min` is "and".
 
 
-def assigned(array, indices, values):
+def set_at(array, indices, values):
   """Replace the elements at the indices by the values."""
   return array.at[indices].set(values)
 
 
-def added(array, indices, values):
+def add_at(array, indices, values):
   """Add all values to the elements at their indices."""
   at = array.at[indices]
   return at.max(values) if values.dtype == jnp.bool_ else at.add(values)
 
 
-def multiplied(array, indices, values):
+def multiply_at(array, indices, values):
   """Multiply the elements by all values at their indices."""
   at = array.at[indices]
   return at.min(values) if values.dtype == jnp.bool_ else at.multiply(values)
@@ -254,7 +254,7 @@ def put_at(self, indices, values, accumulate):
     self,
     tuple(inside),
     values.astype(self.dtype),
-    added if accumulate else assigned,
+    add_at if accumulate else set_at,
     broken,
     gathers=accumulate,
   )

@@ -265,7 +265,7 @@ def _cross_entropy_jvp(primals, tangents):
   return _cross_entropy(self, target), slope * self_tangent + log_odds * target_tangent
 
 
-def _weighted(losses, weight):
+def _apply_weight(losses, weight):
   return losses if weight is None else losses * weight
 
 
@@ -277,7 +277,7 @@ def _aten_binary_cross_entropy(self, target, weight=None, reduction=1):
   torch raises there, but compiled code cannot raise on data.
   """
   require_one_dtype("binary_cross_entropy", self, target)
-  return _reduce(_weighted(_cross_entropy(self, target), weight), reduction)
+  return _reduce(_apply_weight(_cross_entropy(self, target), weight), reduction)
 
 
 @op(aten.binary_cross_entropy_backward)
@@ -285,7 +285,7 @@ def _aten_binary_cross_entropy(self, target, weight=None, reduction=1):
 def _aten_binary_cross_entropy_backward(
   grad_output, self, target, weight=None, reduction=1
 ):
-  slope = _weighted(_cross_entropy_slope(self, target), weight)
+  slope = _apply_weight(_cross_entropy_slope(self, target), weight)
   return slope * _spread(grad_output, reduction, self)
 
 
@@ -302,7 +302,7 @@ def _aten_binary_cross_entropy_with_logits(
     jnp.exp(jnp.where(is_negative, self, -self))
   )
   losses = (1 - target) * self + positive * surprise
-  return _reduce(_weighted(losses, weight), reduction)
+  return _reduce(_apply_weight(losses, weight), reduction)
 
 
 @op(aten.kl_div)

@@ -17,7 +17,7 @@ from torchax.core import out_of_range
 from torchax.ops.builtin import op
 from torchax.ops.jaten import _numbers
 from torchax.ops.jaten._arguments import expand_sizes
-from torchax.ops.jaten.indexing import added, assigned
+from torchax.ops.jaten.indexing import add_at, set_at
 from torchax.ops.promotion import in_opmath, int64, widen
 from torchax.registry.index_rules import Range
 from torchax.registry.names import aten
@@ -133,7 +133,7 @@ def _send_back(grad_output, self, indices, rank):
   """Add each gradient to the cell of its maximum."""
   cells = jnp.zeros(_flatten_planes(self, rank).shape, widen(grad_output).dtype)
   if cells.shape[1]:
-    cells = _write(cells, indices, widen(grad_output), rank, added, gathers=True)
+    cells = _write(cells, indices, widen(grad_output), rank, add_at, gathers=True)
   return cells.reshape(self.shape).astype(grad_output.dtype)
 
 
@@ -152,7 +152,7 @@ def _unpool(self, indices, output_size, rank):
   shape = (*self.shape[:-rank], *output_size)
   planes = math.prod(self.shape[:-rank])
   cells = jnp.zeros((planes, math.prod(output_size)), self.dtype)
-  return _write(cells, indices, self, rank, assigned).reshape(shape)
+  return _write(cells, indices, self, rank, set_at).reshape(shape)
 
 
 def _unpool_rules(self, indices, output_size, *rest, **named):

@@ -82,7 +82,7 @@ def _in_float(resample):
   return with_float_image
 
 
-def _scaled(size, factor: float):
+def _scale_size(size, factor: float):
   """Multiply a size by a factor; a symbolic size needs an integral factor."""
   return size * int(factor) if factor == int(factor) else math.floor(size * factor)
 
@@ -99,7 +99,7 @@ def _resampling(*names):
     def resize_by(input, output_size, *options):
       *align_corners, factors = options
       if output_size is None:
-        output_size = list(map(_scaled, input.shape[2:], factors))
+        output_size = list(map(_scale_size, input.shape[2:], factors))
       return lowering(input, output_size, *align_corners, *(factors or ()))
 
     @op(*(packet.default for packet in gradients), **_SCALES)
@@ -207,7 +207,7 @@ def _aten_upsample_bicubic2d(
 # --- Anti-aliased ----------------------------------------------------------------
 
 
-def _antialiased(self, output_size, align_corners, scales, method):
+def _resize_antialiased(self, output_size, align_corners, scales, method):
   """Resize with anti-aliasing; `align_corners` changes the scale only, as in torch.
 
   It does not move the first sample.
@@ -237,7 +237,7 @@ def _aten_upsample_billinear_aa(
   self, output_size, align_corners, scales_h=None, scales_w=None
 ):
   scales = (scales_h, scales_w)
-  return _antialiased(self, output_size, align_corners, scales, "linear")
+  return _resize_antialiased(self, output_size, align_corners, scales, "linear")
 
 
 @_resampling("_upsample_bicubic2d_aa")
@@ -246,7 +246,7 @@ def _aten_upsample_bicubic2d_aa(
   self, output_size, align_corners, scales_h=None, scales_w=None
 ):
   scales = (scales_h, scales_w)
-  return _antialiased(self, output_size, align_corners, scales, "cubic")
+  return _resize_antialiased(self, output_size, align_corners, scales, "cubic")
 
 
 @_resampling("_upsample_lanczos2d_aa")
@@ -255,4 +255,4 @@ def _aten_upsample_lanczos2d_aa(
   self, output_size, align_corners, scales_h=None, scales_w=None
 ):
   scales = (scales_h, scales_w)
-  return _antialiased(self, output_size, align_corners, scales, "lanczos3")
+  return _resize_antialiased(self, output_size, align_corners, scales, "lanczos3")
