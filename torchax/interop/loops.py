@@ -263,7 +263,7 @@ def _scan(functions, args, length: int, reverse: bool, unroll, kind="scan"):
       (_, states, value), ys = lax.scan(
         body, start, xs, length=length, reverse=reverse, unroll=unroll
       )
-    return (value, ys), states, advances[-1].repeated(length, "iteration")
+    return (value, ys), states, advances[-1].repeat(length, "iteration")
 
   loop = Transformed(kind, functions, lower, times=length)
   return loop((init, xs))

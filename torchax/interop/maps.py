@@ -121,7 +121,7 @@ def _lower_vmap(
   if isinstance(in_axes, list):
     in_axes = tuple(in_axes)
   out = transform(row, in_axes=(in_axes, 0))(*args)
-  return out, [], advances[-1].repeated(function.times or 0, "row")
+  return out, [], advances[-1].repeat(function.times or 0, "row")
 
 
 def _streams_of_row(

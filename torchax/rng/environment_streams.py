@@ -153,14 +153,14 @@ class Streams:
     epoch, seeding = self._epoch, self._seedings
     with jax_compat.outside_of_traces():
       if root.seeding != seeding:
-        state = self.addressed(root_state(self.root_seed()))
+        state = self.with_addressing(root_state(self.root_seed()))
         if root.stream is None:
           root.stream = RngStream(state)
           root.stream.owner, root.stream.lock = None, FREE
         else:
           root.stream.reseed(state)
       elif root.stream is not None and root.stream.by_site != self.by_site:
-        root.stream.reseed(self.addressed(RngState(root.stream.rebase())))
+        root.stream.reseed(self.with_addressing(RngState(root.stream.rebase())))
         active_functions.following.update()
     root.epoch, root.seeding = epoch, seeding
 
@@ -190,6 +190,6 @@ class Streams:
         root.ordinal = (0 if is_first else next(self._ordinals), self._seedings)
       return root.ordinal[0]
 
-  def addressed(self, state: RngState) -> RngState:
+  def with_addressing(self, state: RngState) -> RngState:
     """Return a new state with this environment's addressing of draws."""
     return dataclasses.replace(state, sites={}) if self.by_site else state

@@ -392,7 +392,7 @@ def _of_caller(entries: tuple, streams: dict) -> list:
   call = next(_calls)
   prefix = next(iter(streams.values())).counter.path()
 
-  def shifted(draw: Draw) -> Draw:
+  def shift(draw: Draw) -> Draw:
     draw = dataclasses.replace(draw, site=join(prefix, draw.site))
     if draw.key is not None:
       is_traced = draw.key[0] == "traced"
@@ -401,7 +401,7 @@ def _of_caller(entries: tuple, streams: dict) -> list:
     turn = None if draw.turn is None else draw.turn + counter.progress(draw.site)
     return dataclasses.replace(draw, index=draw.index + counter.progress(), turn=turn)
 
-  return _each(entries, shifted, prefix)
+  return _each(entries, shift, prefix)
 
 
 def _each(entries: Iterable, change: Callable[[Draw], Draw], prefix: str = "") -> list:
@@ -436,12 +436,12 @@ def as_child_draws(entries: Iterable, label: str) -> tuple:
   """Return the draws relabelled as draws of a child stream, with another key."""
   number = next(_calls)
 
-  def derived(draw: Draw) -> Draw:
+  def derive(draw: Draw) -> Draw:
     stream = f"{label} {draw.stream}".rstrip()
     key = draw.key or ("traced", number, draw.site, draw.index, draw.turn)
     return dataclasses.replace(draw, stream=stream, key=key)
 
-  return tuple(_each(entries, derived))
+  return tuple(_each(entries, derive))
 
 
 def _expand(entries: Iterable) -> Iterator[Draw]:

@@ -83,7 +83,7 @@ def integers(key, shape, dtype, low, high) -> jax.Array:
     return jnp.where(jnp.asarray(low) < high, drawn, jnp.nan)
   if jnp.iinfo(dtype).bits < 32:
     return integers(key, shape, jnp.int32, low, high).astype(dtype)
-  unsigned = _unsigned(dtype)
+  unsigned = _unsigned_dtype(dtype)
   low, high = jnp.asarray(low, dtype), jnp.asarray(high, dtype)
   drawn = scale_to_integer(key, shape, (high - low).astype(unsigned), unsigned).astype(
     dtype
@@ -105,7 +105,7 @@ def integers_from(key, shape, dtype, low, span) -> jax.Array:
   if bits < 32:
     return integers_from(key, shape, jnp.int32, low, span).astype(dtype)
   if isinstance(span, int):
-    word = jnp.uint32 if span <= 2**32 else _unsigned(dtype)
+    word = jnp.uint32 if span <= 2**32 else _unsigned_dtype(dtype)
   else:
     word, span = jnp.uint32, span.astype(jnp.uint32)
   if isinstance(low, int):
@@ -271,5 +271,5 @@ def _widest():
   return jnp.int64 if jax.config.jax_enable_x64 else jnp.int32
 
 
-def _unsigned(dtype):
+def _unsigned_dtype(dtype):
   return jnp.dtype(f"uint{jnp.iinfo(dtype).bits}")

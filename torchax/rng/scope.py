@@ -182,7 +182,7 @@ def rng_scope(value: Any, owner: Streams | None = None) -> Iterator[RngStream]:
   outer = current(owner)
   owned = not isinstance(value, RngStream)
   if owned and not isinstance(value, RngState):
-    value = owner.addressed(rng_state.as_state(value, owner.impl))
+    value = owner.with_addressing(rng_state.as_state(value, owner.impl))
   stream = RngStream(value, "scope") if owned else value
   if stream.log is None:
     stream.log = outer.log

@@ -111,7 +111,7 @@ def decode(payload: bytes) -> dict[str, Any]:
   start += name_length
   extra: dict[str, Any] = {}
   if has_extra:
-    text = _sized(payload, start)
+    text = _read_sized(payload, start)
     start += _LENGTH.size + len(text)
     extra = json.loads(text)
   expected = start + 4 * n_words
@@ -127,7 +127,7 @@ def decode(payload: bytes) -> dict[str, Any]:
   return data
 
 
-def _sized(payload: bytes, start: int) -> bytes:
+def _read_sized(payload: bytes, start: int) -> bytes:
   """Read a length at `start` and return that many bytes after it."""
   body = start + _LENGTH.size
   if len(payload) >= body:

@@ -31,7 +31,7 @@ def snapshot() -> torch.Tensor:
   """
   first = streams_on()
   owners = [first, *[owner for owner in owners_here() if owner is not first]]
-  states = [(owner.number, _saved(owner)) for owner in owners]
+  states = [(owner.number, _encode(owner)) for owner in owners]
   payload = states[0][1] if len(states) == 1 else serialization.join(states)
   tensor = tensor_of(payload)
   # A checkpoint that restores the state recomputes inside the current modules.
@@ -43,7 +43,7 @@ def snapshot() -> torch.Tensor:
   return tensor
 
 
-def _saved(owner: Streams) -> bytes:
+def _encode(owner: Streams) -> bytes:
   """Encode the current stream of one environment."""
   if is_unopened(owner) and not owner.by_site:
     return serialization.encode_seed(*owner.root_seed())
@@ -130,7 +130,7 @@ def restore(tensor: torch.Tensor) -> None:
   for number, state in others:
     owner = by_number.get(number)
     # Skip unmoved streams: a compiled function may have only the active one as operand.
-    if owner is not None and _saved(owner) != state:
+    if owner is not None and _encode(owner) != state:
       restored.append((owner, _read(state, owner)))
   for owner, value in restored:
     _restore(owner, value, tensor)
@@ -163,7 +163,7 @@ def _restore(owner: Streams, value: RootSeed | RngState | int, tensor) -> None:
     if value.sites is not None:
       stream.counter.replayed = paths.replay(_find_modules(tensor))
   elif has_scope(owner):
-    current(owner).reseed(owner.addressed(root_state(value)))
+    current(owner).reseed(owner.with_addressing(root_state(value)))
   else:
     owner.restore(value)
 

@@ -192,7 +192,7 @@ def as_key(value: Any, impl: str = DEFAULT_IMPL) -> jax.Array:
     return value
   if isinstance(value, jax.Array | np.ndarray) and value.ndim == 1:
     if value.dtype == jnp.uint32:
-      return _wrapped(value, impl)
+      return _wrap(value, impl)
   elif isinstance(value, jax.Array | np.ndarray | np.integer) and not np.ndim(value):
     if jnp.issubdtype(value.dtype, jnp.integer):
       if isinstance(value, jax.core.Tracer):
@@ -207,7 +207,7 @@ def as_key(value: Any, impl: str = DEFAULT_IMPL) -> jax.Array:
   )
 
 
-def _wrapped(words, impl: str) -> jax.Array:
+def _wrap(words, impl: str) -> jax.Array:
   expected = key_data_shape(impl)
   if words.shape != expected:
     raise SeedError(

@@ -387,7 +387,7 @@ class Advance:
     """Return a copy without the log."""
     return dataclasses.replace(self, log=())
 
-  def repeated(self, times: int, label: str) -> "Advance | None":
+  def repeat(self, times: int, label: str) -> "Advance | None":
     """Return the advance of a loop of `times` iterations; None if it has no effect."""
     if self.is_nothing or not times:
       return None
