@@ -214,7 +214,7 @@ class _Permute(torch.autograd.Function):
 # Methods of tensors -------------------------------------------------------------------
 
 
-def _known_mesh(tensor: Tensor) -> DeviceMesh | None:
+def _mesh_of(tensor: Tensor) -> DeviceMesh | None:
   """Return the mesh of a tensor: the `with` block's, its own, or its array's.
 
   The block's comes first: torch's plans run inside their submesh and ask for placements
@@ -262,7 +262,7 @@ def device_mesh(self: Tensor) -> DeviceMesh:
   >>> torch.ones(2, device="jax").redistribute(mesh).device_mesh == mesh
   True
   """
-  mesh = _known_mesh(self)
+  mesh = _mesh_of(self)
   if mesh is None:
     raise AttributeError(
       "This tensor lies on no DeviceMesh. Place it: `distribute_tensor(tensor, "
@@ -278,7 +278,7 @@ def placements_on(self: Tensor) -> tuple:
   >>> torch.ones(2, device="jax").redistribute(mesh).placements
   (Replicate(),)
   """
-  mesh = _known_mesh(self)
+  mesh = _mesh_of(self)
   if mesh is None:
     return ()
   array = self.jax()
@@ -348,7 +348,7 @@ def full_tensor(self: Tensor, *, grad_placements: Any = None) -> Tensor:
   >>> full_tensor(torch.ones(2, device="jax").redistribute(mesh))
   tensor([1., 1.], device='jax:0')
   """
-  mesh = _known_mesh(self)
+  mesh = _mesh_of(self)
   if mesh is None:
     return self
   return placements.place(self, torch_compat.root_of(mesh), None)

@@ -132,7 +132,7 @@ def _sharding(parameter, mesh: DeviceMesh, choose: Callable | None):
   current = () if array is None else placements.placements_of(array, mesh)
   if array is not None and current and current[-1].is_shard():
     return array.sharding  # from fully_shard of an inner module
-  others = (placements.replicated(),) * (mesh.ndim - 1)
+  others = (placements.replicate(),) * (mesh.ndim - 1)
 
   def along(last):
     return placements.sharding_of(mesh, (*others, last), parameter.shape, array)
@@ -145,7 +145,7 @@ def _sharding(parameter, mesh: DeviceMesh, choose: Callable | None):
       return along(placements.shard(dim))
     except CollectiveError:  # the dimension does not divide
       continue
-  return along(placements.replicated())
+  return along(placements.replicate())
 
 
 # Modules ------------------------------------------------------------------------------

@@ -315,7 +315,7 @@ class Mesh:
     >>> mesh.shard(torch.ones(4, 2), ("x",)).jax().sharding.spec
     PartitionSpec('x',)
     """
-    return _sharded(tensor, self.sharding(spec, tensor.shape))
+    return _shard(tensor, self.sharding(spec, tensor.shape))
 
   def shard_model(
     self, model: torch.nn.Module, override_sharder: Sharder | None = None
@@ -505,10 +505,10 @@ def _put(tensor: torch.Tensor, sharding: NamedSharding) -> torch.Tensor:
         tensor.shard_(sharding)
     shard_gradient_like(tensor)
     return tensor
-  return _replacement(tensor, _sharded(tensor.detach(), sharding))
+  return _replacement(tensor, _shard(tensor.detach(), sharding))
 
 
-def _sharded(tensor: torch.Tensor, sharding: NamedSharding) -> Tensor:
+def _shard(tensor: torch.Tensor, sharding: NamedSharding) -> Tensor:
   if isinstance(tensor, Tensor):
     array = jax.device_put(tensor.jax(), sharding)
   elif tensor.is_meta:

@@ -110,7 +110,7 @@ def distribute_full(original: Callable, state: dict, keys, *rest) -> None:
   original(state, others, *rest)
 
 
-def staged(original: Callable, self, tensor, memo: dict, *args, **kwargs):
+def stage(original: Callable, self, tensor, memo: dict, *args, **kwargs):
   """Copy a tensor to the CPU for `async_save`, which writes it in the background."""
   if not isinstance(tensor, Tensor):
     return original(self, tensor, memo, *args, **kwargs)
@@ -123,4 +123,4 @@ def staged(original: Callable, self, tensor, memo: dict, *args, **kwargs):
 def register_states() -> None:
   """Replace torch's functions."""
   torch_compat.enter_full_states(distribute_full)
-  torch_compat.enter_staging(staged)
+  torch_compat.enter_staging(stage)

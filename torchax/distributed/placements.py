@@ -41,12 +41,12 @@ def shard(dim: int) -> Placement:
   return torch_compat.function_of("torch.distributed.tensor.Shard")(dim)
 
 
-def replicated() -> Placement:
+def replicate() -> Placement:
   """Return `Replicate()` without importing its module at start."""
   return torch_compat.function_of("torch.distributed.tensor.Replicate")()
 
 
-def normalized(mesh: DeviceMesh, placements: Sequence[Placement] | None) -> tuple:
+def normalize(mesh: DeviceMesh, placements: Sequence[Placement] | None) -> tuple:
   """Return one placement per mesh dimension; all `Replicate()` for None.
 
   Raises:
@@ -54,7 +54,7 @@ def normalized(mesh: DeviceMesh, placements: Sequence[Placement] | None) -> tupl
     CollectiveError: a placement is of an unsupported kind.
   """
   if placements is None:
-    return (replicated(),) * mesh.ndim
+    return (replicate(),) * mesh.ndim
   placements = tuple(placements)
   if len(placements) != mesh.ndim:
     raise ValueError(
@@ -98,7 +98,7 @@ def sharding_of(
   by_dim = axes_of(mesh)
   own = tuple(axis for axes in by_dim for axis in axes)
   entries = _other_axes(array, whole, own, len(shape))
-  for axes, placement in zip(by_dim, normalized(mesh, placements), strict=True):
+  for axes, placement in zip(by_dim, normalize(mesh, placements), strict=True):
     if placement.is_shard() and axes:
       dim = _checked_dim(placement, shape)
       entries[dim] = (*_axis_names(entries[dim]), *axes)
@@ -177,7 +177,7 @@ def placements_of(array: jax.Array, mesh: DeviceMesh) -> tuple[Placement, ...]:
     split = () if dim is None else [axis for axis in axes_by_dim[dim] if axis in axes]
     if dims or (dim is not None and tuple(split) != axes):
       return ()
-    placements.append(replicated() if dim is None else shard(dim))
+    placements.append(replicate() if dim is None else shard(dim))
   return tuple(placements)
 
 
@@ -265,5 +265,5 @@ def place(
     tensor = _to_jax(tensor, mesh, placements, from_first)
   sharding = sharding_of(mesh, placements, tensor.shape, tensor.jax())
   placed = _Place.apply(tensor, sharding, from_first)
-  placed._device_mesh, placed._placements = mesh, normalized(mesh, placements)
+  placed._device_mesh, placed._placements = mesh, normalize(mesh, placements)
   return placed

@@ -97,10 +97,10 @@ def gather(tree: Any) -> Any:
     ProcessError: the sharding of a global array is not a `NamedSharding`.
   """
   leaves, treedef = jax.tree.flatten(tree, is_leaf=is_tensor)
-  return jax.tree.unflatten(treedef, [_replicated(leaf) for leaf in leaves])
+  return jax.tree.unflatten(treedef, [_replicate(leaf) for leaf in leaves])
 
 
-def _replicated(leaf):
+def _replicate(leaf):
   array = leaf.jax() if isinstance(leaf, Tensor) else leaf
   if not isinstance(array, jax.Array) or array.is_fully_addressable:
     return leaf
