@@ -206,7 +206,7 @@ def _log(name: str, module: fx.GraphModule, rng: str) -> None:
     operands = [_operand(node, rng) for node in inputs(module.graph)]
     _logger.info("operands of %s:\n%s", name, "\n".join(operands))
   if is_enabled("draws"):
-    drawn = [_draw(node) for node in nodes if node.target is draws.keyed]
+    drawn = [_draw(node) for node in nodes if node.target is draws.run_keyed]
     _logger.info("draws of %s:\n%s", name, "\n".join(drawn) or "  none")
 
 

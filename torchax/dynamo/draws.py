@@ -40,7 +40,7 @@ PLACEHOLDER = "torchax_rng"
 _DROPOUT = aten.native_dropout.default
 
 
-def keyed(rng, position: tuple, operation, *args, **kwargs):
+def run_keyed(rng, position: tuple, operation, *args, **kwargs):
   """Run a random operation; marks it in a graph with the key and its draw's position.
 
   `Program` recognizes this function and runs the operation with the key. torch calls it
@@ -57,7 +57,7 @@ def add_input(graph: fx.Graph) -> None:
 
 
 def key_draws(graph: fx.Graph, rng: fx.Node) -> tuple[int, dict[str, int]]:
-  """Replace each random operation by a `keyed` call with the position of its draw.
+  """Replace each random operation by a `run_keyed` call with the position of its draw.
 
   Args:
     graph: ATen operations of the forward pass, the backward pass or both.
@@ -95,7 +95,7 @@ def key_draws(graph: fx.Graph, rng: fx.Node) -> tuple[int, dict[str, int]]:
       sites.update(by_site)
     with graph.inserting_before(node):
       args = (rng, position, node.target, *node.args)
-      replacement = graph.call_function(keyed, args, dict(node.kwargs))
+      replacement = graph.call_function(run_keyed, args, dict(node.kwargs))
     replacement.meta = dict(node.meta)
     if is_cond and not is_backward:
       branches.append((replacement, position))

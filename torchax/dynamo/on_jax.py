@@ -72,9 +72,9 @@ def compile_graph(module: fx.GraphModule, options: Options) -> Callable:
   cpu_input = _cpu_input(module.graph)
   forward = draw_at_sites(module)
   parts = (forward, module.graph, arguments, results, options)
-  run = forward if cpu_input else _jitted(*parts)
+  run = forward if cpu_input else _jit(*parts)
   # Inside an outer trace host numbers are constants.
-  run_in_trace = _jitted(*parts) if arguments.on_host else run
+  run_in_trace = _jit(*parts) if arguments.on_host else run
   if cpu_input:
     warnings.warn(
       "torch.compile leaves a graph uncompiled that takes a tensor on the CPU and "
@@ -86,16 +86,16 @@ def compile_graph(module: fx.GraphModule, options: Options) -> Callable:
   def call(*args):
     args = [*args, *lifted]
     if cpu_input:
-      with env_on(), options.applied():
+      with env_on(), options.apply():
         return results.unbox(run(*arguments.plain(args)), args)
     bound, on_host = arguments.bind(args)
-    with env_on(), options.applied(), host_numbers.argument_values(on_host):
+    with env_on(), options.apply(), host_numbers.argument_values(on_host):
       return results.unbox((run_in_trace if active.boundary else run)(*bound), args)
 
   return torch.compiler.disable(call)
 
 
-def _jitted(
+def _jit(
   forward: Callable,
   graph: fx.Graph,
   arguments: "_Arguments",

@@ -81,10 +81,10 @@ class Options:
       raise TypeError(f"The option {name} is {expected}, but got {value!r}.")
 
   @contextlib.contextmanager
-  def applied(self) -> Iterator[None]:
+  def apply(self) -> Iterator[None]:
     """Apply the options to JAX's settings inside the block.
 
-    >>> with Options(x64=True).applied():
+    >>> with Options(x64=True).apply():
     ...   jax.numpy.float64(1).dtype
     dtype('float64')
     """
@@ -99,5 +99,5 @@ class Options:
 
   @property
   def change_settings(self) -> bool:
-    """True if `applied` changes a setting of JAX."""
+    """True if `apply` changes a setting of JAX."""
     return (self.device, self.precision, self.x64) != (None, None, None)

@@ -105,7 +105,7 @@ class Program:
   def _convert_constants(self) -> dict[str, jax.Array]:
     nodes = self.module.graph.nodes
     constants = {n.target: attribute(n) for n in nodes if n.op == "get_attr"}
-    with self.options.applied():
+    with self.options.apply():
       return {
         name: mappings.t2j(value)
         for name, value in constants.items()
@@ -154,7 +154,7 @@ class Program:
 
   def __call__(self, args: list) -> list:
     if self.options.change_settings:
-      with self.options.applied():
+      with self.options.apply():
         return self._call(args)
     return self._call(args)
 
@@ -208,7 +208,7 @@ class _Interpreter(JaxInterpreter):
       condition, *message = args
       self.assertions.append((condition, *(message or [f"{target} failed"])))
       return None
-    if target is draws.keyed:
+    if target is draws.run_keyed:
       return self._draw(*args, **kwargs)
     product = _transposed_product(self.node, self.env)
     return super().call_function(target, args, kwargs) if product is None else product
@@ -255,7 +255,7 @@ def _require_runnable(steps: Sequence[fx.Node]) -> None:
         "capture_dynamic_output_shape_ops off, so that the graph breaks there."
         f"{where(node)}"
       )
-    target = node.args[2] if node.target is draws.keyed else node.target
+    target = node.args[2] if node.target is draws.run_keyed else node.target
     try:
       _require_lowering(node, target)
     except OperatorNotFound as error:

@@ -47,13 +47,13 @@ class _ViewOf:
       under_no_grad, steps = steps[:stop], steps[stop + 1 :]
     is_cut = base.requires_grad and not self.requires_grad
     with torch.no_grad():
-      view = _replayed(base.detach() if is_cut else base, under_no_grad)
+      view = _replay_steps(base.detach() if is_cut else base, under_no_grad)
     with torch.set_grad_enabled(self.requires_grad):
-      view = _replayed(view, steps)
+      view = _replay_steps(view, steps)
       return base.view_as(base) if view is base else view
 
 
-def _replayed(view: torch.Tensor, steps: Sequence[ViewInfo]) -> torch.Tensor:
+def _replay_steps(view: torch.Tensor, steps: Sequence[ViewInfo]) -> torch.Tensor:
   for step in steps:
     view = _OPERATIONS[type(step)](view, step)
   return view
