@@ -207,7 +207,7 @@ def _base(node: fx.Node) -> tuple[fx.Node, tuple]:
 
 def _viewed_node(node: fx.Node) -> fx.Node | None:
   """Return the node that `node` views with constant arguments, if any."""
-  source = strided.viewed(node)
+  source = strided.base_node(node)
   return source if node.all_input_nodes == [source] else None
 
 

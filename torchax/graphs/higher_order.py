@@ -286,10 +286,10 @@ def register_kernels() -> None:
   """Register the operators with torch for jax tensors outside of environments."""
   for operation, function in _overrides().items():
     for cls in (Tensor, View):
-      operation.py_impl(cls)(_enabled(function))
+      operation.py_impl(cls)(_enable(function))
 
 
-def _enabled(function):
+def _enable(function):
   def run(*args, **kwargs):
     with default_env():
       return function(*args, **kwargs)

@@ -66,7 +66,7 @@ def run(node: fx.Node, operation: Callable, args: tuple, kwargs: dict, env: dict
   return jnp.transpose(result, tuple(map(int, np.argsort(order))))
 
 
-def viewed(node: fx.Node) -> fx.Node | None:
+def base_node(node: fx.Node) -> fx.Node | None:
   """Return the node that `node` is a view of, also as one of several results."""
   if node.op != "call_function":
     return None
@@ -78,9 +78,9 @@ def viewed(node: fx.Node) -> fx.Node | None:
 
 def _base(node: fx.Node) -> fx.Node | None:
   """Return the node that has the elements of a view, unchanged, among its own."""
-  base = viewed(node)
+  base = base_node(node)
   if node.target is operator.getitem and base is not None:
-    base = viewed(base)  # the operation has several results
+    base = base_node(base)  # the operation has several results
   if base is None or node.target in _CONVERTED:
     return None
   return base if meta(base).dtype is meta(node).dtype else None
