@@ -148,10 +148,10 @@ class CompiledModule(ModuleWrapper):
 
   def forward(self, *args, **kwargs):
     """Run the module's `forward`, compiled."""
-    return self._compiled("forward")(*args, **kwargs)
+    return self._compiled_method("forward")(*args, **kwargs)
 
-  def _compiled(self, name: str) -> Callable:
-    if self._hooks.changed():
+  def _compiled_method(self, name: str) -> Callable:
+    if self._hooks.have_changed():
       self._methods.clear()
       vars(self)["_needs_new_backend"] = True
     method = self._methods.get(name)
@@ -162,7 +162,7 @@ class CompiledModule(ModuleWrapper):
     return method
 
   def _method(self, name: str) -> Callable | None:
-    return self._compiled(name) if name in self._names else None
+    return self._compiled_method(name) if name in self._names else None
 
   def _forget(self) -> None:
     self._methods.clear()

@@ -107,7 +107,7 @@ def _jit_composite_impl(
   @functools.wraps(jaxpr_impl)
   def lowering(*args, **kwargs):
     bound = signature.bind(*args, **kwargs)
-    named = _named(bound, signature)
+    named = _arguments_by_name(bound, signature)
     arrays, static = {}, {}
     for name, value in named.items():
       leaves = jax.tree.leaves(value)
@@ -127,7 +127,7 @@ def _jit_composite_impl(
   return lowering
 
 
-def _named(bound: inspect.BoundArguments, signature) -> dict:
+def _arguments_by_name(bound: inspect.BoundArguments, signature) -> dict:
   """Return the arguments by name, with one entry per element of `*args`, `**kwargs`."""
   named = {}
   for name, value in bound.arguments.items():

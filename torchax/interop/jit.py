@@ -127,7 +127,7 @@ class Jitted(Generic[P, R]):
     pure.__name__ = self.traced.__name__
     return counted.of(self._compile(pure, **kwargs))
 
-  def _transformed(self, n_args: int) -> Any:
+  def _jit_for(self, n_args: int) -> Any:
     if self._jitted is not None:
       return self._jitted
     if n_args not in self._by_arity:
@@ -204,7 +204,7 @@ class Jitted(Generic[P, R]):
       alive: object to keep alive as long as the result may be differentiated.
     """
     leaves, args, kwargs = _flatten(args, kwargs)
-    jitted = self._jitted or self._transformed(len(args))
+    jitted = self._jitted or self._jit_for(len(args))
     traced, pure = self.traced, self._pure
     out = NotImplemented
     if not pure.generators:  # the common case, without the closure below
@@ -301,7 +301,7 @@ class Jitted(Generic[P, R]):
     True
     """
     leaves, args, kwargs = _flatten(args, kwargs)
-    jitted = self._transformed(len(args))
+    jitted = self._jit_for(len(args))
     return self._pure.try_abstractly(
       lambda rng: jitted.lower(rng, self.traced.operands(leaves), *args, **kwargs)
     )
@@ -321,7 +321,7 @@ class Jitted(Generic[P, R]):
     ['mul']
     """
     leaves, args, kwargs = _flatten(args, kwargs)
-    jitted = self._transformed(len(args))
+    jitted = self._jit_for(len(args))
     return self._pure.try_abstractly(
       lambda rng: jitted.trace(rng, self.traced.operands(leaves), *args, **kwargs)
     )
@@ -340,7 +340,7 @@ class Jitted(Generic[P, R]):
       effects, and the advance of the random stream.
     """
     leaves, args, kwargs = _flatten(args, kwargs)
-    jitted = self._transformed(len(args))
+    jitted = self._jit_for(len(args))
     named = self._with_static(args, kwargs)
 
     def trace(rng):

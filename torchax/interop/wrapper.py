@@ -139,7 +139,7 @@ def forward(module: torch.nn.Module, *args, **kwargs):
 
 
 class Hooks:
-  """Hooks of a module and its submodules, recorded now and by each `changed`."""
+  """Hooks of a module and its submodules, recorded now and by each `have_changed`."""
 
   def __init__(self, module: torch.nn.Module):
     self._module = module
@@ -152,7 +152,7 @@ class Hooks:
     )
     self._tables = tuple([(table, tuple(table.values())) for table in tables if table])
 
-  def changed(self) -> bool:
+  def have_changed(self) -> bool:
     """Return True if hooks were added or removed since the last call."""
     is_known = self._registrations == torch_compat.count_of_hooks()
     if is_known and all(is_same((t.values(), hooks)) for t, hooks in self._tables):
