@@ -145,7 +145,7 @@ def _item(tensor: torch.Tensor):
   raise RuntimeError("Tensor.item() cannot be called on meta tensors")
 
 
-def _unsupported(*args, **kwargs):
+def _refuse(*args, **kwargs):
   raise UnsupportedDtypeError(
     "torchax holds dense and plain tensors, but was asked for a sparse, quantised or "
     "nested one. Make it on the CPU, and call `.to_dense()`, `.dequantize()` or "
@@ -153,7 +153,7 @@ def _unsupported(*args, **kwargs):
   )
 
 
-def _pinned(tensor: torch.Tensor, device=None) -> torch.Tensor:
+def _pin_memory(tensor: torch.Tensor, device=None) -> torch.Tensor:
   """Return the same memory: JAX does not distinguish pinned memory."""
   return tensor.detach()
 
@@ -161,14 +161,14 @@ def _pinned(tensor: torch.Tensor, device=None) -> torch.Tensor:
 def register_kernels() -> None:
   """Register the kernels of factories for both devices, "jax" and the hidden one."""
   register = torch_compat.register_kernel
-  register("_pin_memory", _pinned, "CPU")
+  register("_pin_memory", _pin_memory, "CPU")
   register("empty.memory_format", _empty)
   register("empty_strided", _empty_strided)
   register("empty.memory_format", _internal_empty, torch_compat.HIDDEN_KEY)
   register("empty_strided", _internal_empty_strided, torch_compat.HIDDEN_KEY)
   register("_local_scalar_dense", _item, torch_compat.SHAPE_KEY)
   for name, key in _UNSUPPORTED:
-    register(name, _unsupported, key)
+    register(name, _refuse, key)
   for name in _LOWERED:
     op = _overload(name)
     if op:
