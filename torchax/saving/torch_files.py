@@ -270,12 +270,12 @@ def load_state(path):
     if not zipfile.is_zipfile(path):
       raise
   names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-  allowed = [*_ARRAY_PARTS, *filter(_is_tuple_class, map(_imported, names))]
+  allowed = [*_ARRAY_PARTS, *filter(_is_tuple_class, map(_find_imported, names))]
   with torch.serialization.safe_globals(allowed):
     return torch.load(path, map_location="jax", weights_only=True)
 
 
-def _imported(name: str):
+def _find_imported(name: str):
   """Return the object of that name if its module is imported, else None."""
   module, _, attribute = name.rpartition(".")
   return getattr(sys.modules.get(module), attribute, None)
