@@ -169,10 +169,10 @@ def set_current(device) -> None:
   _current.index = index
   if index and not DeviceUse.to_is_patched:
     DeviceUse.to_is_patched = True
-    torch_compat.resolve_in_to(_resolved)
+    torch_compat.resolve_in_to(_resolve)
 
 
-def _resolved(value):
+def _resolve(value):
   """Replace a jax device without an index by the current device."""
   if value == "jax" if isinstance(value, str) else type(value) is torch.device:
     device = torch.device(value)
