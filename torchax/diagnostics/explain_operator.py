@@ -143,10 +143,10 @@ def _of_function(function, name: str, env) -> tuple[list[Decision], list]:
   own = f"{_TORCH}'s own function"
   if operator is not None:
     why = "; ".join(
-      filter(None, (_registration(operator), _compiled(operator), policy))
+      filter(None, (_registration(operator), _compilation(operator), policy))
     )
     runs, where = name_of(operator.func), _where(operator.func)
-    return [Decision(name, _TABLE, runs, where, why), _unreached(name, _TORCH)], []
+    return [Decision(name, _TABLE, runs, where, why), _unreached_step(name, _TORCH)], []
   if isinstance(handler, Shortcut):
     why = "for plain arguments and no gradient; all others go on"
     table = Decision(name, _TABLE, str(handler.op), _where(type(handler)), why)
@@ -200,10 +200,10 @@ def _of_overload(overload, env) -> Iterator[Decision]:
       why = "an operator of yours comes first" if is_customized else "no entry"
       yield Decision(name, step.value, "", "", why)
     else:
-      yield _unreached(name, step.value)
+      yield _unreached_step(name, step.value)
 
 
-def _unreached(name: str, step: str) -> Decision:
+def _unreached_step(name: str, step: str) -> Decision:
   return Decision(name, step, "", "", "not reached")
 
 
@@ -228,7 +228,7 @@ def _answer(choice: Choice, overload, env) -> tuple[str, str, str]:
     runs = "torch's composite kernel" if is_torch_kernel else name_of(source.func)
     where = "" if is_torch_kernel else _where(source.func)
     return runs, where, f"{origin}; {compiled}"
-  why = f"{_registration(source)}; {_compiled(source)}"
+  why = f"{_registration(source)}; {_compilation(source)}"
   return name_of(source.func), _where(source.func), why
 
 
@@ -236,7 +236,7 @@ def _registration(operator: Operator) -> str:
   return "built in" if operator.is_builtin else "registered from outside"
 
 
-def _compiled(operator: Operator) -> str:
+def _compilation(operator: Operator) -> str:
   """Explain if an operator is compiled."""
   if operator.kind is Kind.TENSORS:
     return "not compiled as a whole: it is a function of tensors"
