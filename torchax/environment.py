@@ -109,11 +109,11 @@ class Environment(Conversions, contextlib.ContextDecorator):
     self._dispatcher = Dispatcher(self)
     self.functions = FunctionTable(self)
     self._ops = OperatorTable(
-      lambda: (operators.all_aten_ops, operators.all_torch_functions), self._changed
+      lambda: (operators.all_aten_ops, operators.all_torch_functions), self._drop_plans
     )
     self._decomps = OperatorTable(
       lambda: (operators.decompositions,),
-      self._changed,
+      self._drop_plans,
       functools.partial(Operator, kind=Kind.TENSORS),
     )
     self._given_modes: dict[str, Any] = {}
@@ -305,7 +305,7 @@ class Environment(Conversions, contextlib.ContextDecorator):
       replaced=previous,
     )
 
-  def _changed(self, operation) -> None:
+  def _drop_plans(self, operation) -> None:
     """Drop the plans made for the former operators."""
     self._dispatcher.clear()
     self.functions.clear()

@@ -427,7 +427,7 @@ def scan_layers(
   >>> [type(m).__name__ for m in scan_layers(model, torch.ones(1, 2, device="jax"))]
   ['LayerStack']
   """
-  stacks, reasons = _found_stacks(model, args, kwargs, policy_of(policy))
+  stacks, reasons = _find_stacks(model, args, kwargs, policy_of(policy))
   if not stacks:
     reason = "; ".join(reasons) or "no ModuleList or Sequential has equal neighbours"
     raise ValueError(
@@ -444,7 +444,7 @@ def scan_layers(
   return model
 
 
-def _found_stacks(model: torch.nn.Module, args, kwargs, policy) -> tuple[list, list]:
+def _find_stacks(model: torch.nn.Module, args, kwargs, policy) -> tuple[list, list]:
   """Return stacks as (name of list, keys in it, stack), and reasons against others."""
   lists = _candidates(model)
   runs = [(name, run) for name, list_runs in lists.items() for run in list_runs]
