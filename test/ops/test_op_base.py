@@ -1,4 +1,4 @@
-"""Helpers for lowerings: type promotion, dtype arguments, in-place and `out=` forms."""
+"""Helpers for lowerings: promotion, dtype arguments, in-place and `out=` variants."""
 
 import itertools
 

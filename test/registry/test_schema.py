@@ -1,4 +1,4 @@
-"""Properties of torch's schemas: functional forms, writes, views, randomness."""
+"""Properties of torch's schemas: functional variants, writes, views, randomness."""
 
 import pytest
 import torch

@@ -1,8 +1,8 @@
 """Laws of every random ATen operation of torch, overload by overload.
 
 torch's own tag finds the overloads. A row has the arguments of a functional overload;
-in-place and `out=` forms are called as torch's schemas require. An overload without a
-row, and without a functional form that has one, needs a reason.
+in-place and `out=` variants are called as torch's schemas require. An overload without
+a row, and without a functional variant that has one, needs a reason.
 """
 
 import functools
@@ -218,7 +218,7 @@ def test_every_random_operation_of_torch_has_a_row_or_a_reason():
 
 
 def _outputs(op) -> dict:
-  """Return new tensors for an `out=` form, with the dtypes of its functional form."""
+  """Return new tensors for an `out=` variant, with the functional one's dtypes."""
   if is_in_place(op) or op in ROWS:
     return {}
   with torchax.rng_scope(0):

@@ -41,8 +41,8 @@ def _keep(values):
   """Do nothing: the values have been drawn."""
 
 
-# Composite operations that draw or loop. If they stay whole, they equal their eager
-# forms. (torch 2.13's decompositions of recurrent layers omit dropout between layers.)
+# Composite operations that draw or loop. If they stay whole, they equal the eager
+# functions. torch 2.13 decomposes recurrent layers without dropout between layers.
 WHOLE = (
   aten.lstm.input,
   aten.gru.input,

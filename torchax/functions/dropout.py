@@ -1,7 +1,7 @@
 """Lowerings of the dropout functions of `torch.nn.functional`.
 
-torch's composite forms take several operations. Each function here makes one draw, with
-the numbers of the composite form.
+torch's composite kernels take several operations. Each function here makes one draw,
+with the numbers of the composite kernel.
 """
 
 import math

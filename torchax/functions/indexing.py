@@ -3,7 +3,7 @@
 torch's C++ cannot read a 0-d integer tensor that is traced; here such an index becomes
 the start of a dynamic slice. Other indices go to torch, which calls the ATen operations
 of `ops/jaten/indexing.py`. `take_along_dim` and `unravel_index` are here since torch's
-forms require 64-bit indices.
+kernels require 64-bit indices.
 """
 
 import math
@@ -325,7 +325,7 @@ def register_functions(env) -> None:
     env.functions.add(func, _tensor_split(func))
 
 
-# --- Composite forms that require 64-bit indices ------------------------------------
+# --- Composite kernels that require 64-bit indices ------------------------------------
 # Without x64 an index tensor on jax is 32 bits wide, with the same values.
 
 
@@ -351,7 +351,7 @@ def _take_along_dim(input, indices, dim=None):
 
 @register_function(functions.unravel_index, kind=Kind.TENSORS)
 def _unravel_index(indices, shape):
-  """Return coordinates of flat indices; torch's form creates a tensor of strides."""
+  """Return coordinates of flat indices; torch's kernel creates a tensor of strides."""
   if indices.is_floating_point() or indices.is_complex() or indices.dtype is torch.bool:
     raise TypeError(
       f"expected 'indices' to be an integer tensor, but got one of {indices.dtype}"

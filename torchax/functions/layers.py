@@ -1,7 +1,7 @@
 """Lowerings of layers as one operation: linear maps, normalisation, one-hot, rrelu.
 
-`linear` contracts the weight without a transpose: torch's composite form transposes it
-first, which XLA does not always fold into the product.
+`linear` contracts the weight without a transpose: torch's composite kernel transposes
+it first, which XLA does not always fold into the product.
 """
 
 import jax.numpy as jnp

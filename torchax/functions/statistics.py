@@ -1,6 +1,6 @@
-"""Lowerings of functions whose composite forms read values, which a trace lacks.
+"""Lowerings of functions whose composite kernels read values, which a trace lacks.
 
-Eagerly torch's own forms run, with their checks. Inside a trace the same result is
+Eagerly torch's own kernels run, with their checks. Inside a trace the same result is
 computed without reading values.
 """
 

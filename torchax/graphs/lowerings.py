@@ -77,7 +77,7 @@ NUMBERS: dict = {
 
 
 def copying_form(op):
-  """Return the copying form of a view operation if it has a lowering, else None."""
+  """Return the copying variant of a view operation if it has a lowering, else None."""
   packet = getattr(aten, f"{op.overloadpacket.__name__.lstrip('_')}_copy")
   overload = resolve(getattr(packet, op._overloadname))
   table = operators.all_aten_ops
@@ -110,8 +110,8 @@ SYMBOLIC: dict = {
 
 
 # Composite operations that an exported program keeps whole ---------------------------
-# Each computes and draws the same as its eager form, which is intercepted above ATen
-# (`torchax/functions`). Sizes may be symbolic here.
+# Each computes and draws the same as the eager function, which is intercepted above
+# ATen (`torchax/functions`). Sizes may be symbolic here.
 
 
 def _lower(op, *args):

@@ -44,9 +44,9 @@ __all__ = [
 
 
 class InplaceOp:
-  """In-place form of a functional operation on torchax tensors.
+  """In-place variant of a functional operation on torchax tensors.
 
-  In-place forms of ATen operations are derived; this is for functions of your own.
+  In-place variants of ATen operations are derived; this is for functions of your own.
 
   Args:
     functional_op: a function of tensors, or of arrays if `is_jax_func`, that returns

@@ -11,8 +11,8 @@ tuples, dtypes stay torch dtypes. Numbers stay Python numbers unless `dynamic` n
 argument. The library's own lowerings take `op` from `builtin.py`: there a number for a
 parameter of type Tensor, Scalar or float becomes a weakly typed scalar, which may be
 traced, unless `static` names the argument. `device`, `layout`, `pin_memory`,
-`memory_format` and `non_blocking` are dropped. The in-place form (`aten.relu_`) and the
-`out=` form are derived from the functional one and torch's schema.
+`memory_format` and `non_blocking` are dropped. The in-place variant (`aten.relu_`) and
+the `out=` variant are derived from the functional one and torch's schema.
 """
 
 from collections.abc import Callable

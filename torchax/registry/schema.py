@@ -1,6 +1,6 @@
-"""Facts derived from torch's schemas: writes, aliases, functional forms.
+"""Facts derived from torch's schemas: writes, aliases, functional variants.
 
-Derives the functional form of in-place and `out=` operations, and the arguments they
+Derives the functional variant of in-place and `out=` operations, and the arguments they
 write; only exceptions are listed. `dispatch` reads both.
 """
 
@@ -12,7 +12,7 @@ import torch
 from torchax.compat.torch_compat import OpOverload
 from torchax.registry.names import aten, present, resolve
 
-# Functional forms that the naming rule does not find; None if there is none.
+# Functional variants that the naming rule does not find; None if there is none.
 _FUNCTIONAL_FORMS = present(
   {
     aten.normal_.default: aten.normal_functional.default,
@@ -74,7 +74,7 @@ def schema_of(op: OpOverload) -> Schema:
   )
 
 
-# Arguments of factories that their `out=` forms lack; ignored in signatures.
+# Arguments of factories that their `out=` variants lack; ignored in signatures.
 _TENSOR_OPTIONS = ("dtype", "layout", "device", "pin_memory", "memory_format")
 
 
@@ -103,7 +103,7 @@ def functional_form(op: OpOverload) -> OpOverload | None:
   if not in_place and not schema.outputs:
     return None  # it writes to an argument as a side effect, as running statistics
   wanted = _signature(op, () if in_place else schema.outputs)
-  # The functional form has the other writes too, as to running statistics.
+  # The functional variant has the other writes too, as to running statistics.
   written = set() if in_place else set(schema.written) - set(schema.outputs)
   for overload_name in packet.overloads():
     overload = getattr(packet, overload_name)

@@ -243,7 +243,7 @@ ENVIRONMENT = {
     lambda: mappings.t2j(torch.eye(2, device="cpu").t(), use_dlpack=False),
     [[1, 0], [0, 1]],
   ),
-  "an in-place form": (lambda: op_base.InplaceOp(torch.add)(ones(1), ones(1)), [2]),
+  "an in-place variant": (lambda: op_base.InplaceOp(torch.add)(ones(1), ones(1)), [2]),
 }
 
 

@@ -208,7 +208,7 @@ class Checks:
     return found, dict(zip(outputs, drawn))
 
   def in_place(self, sample: SampleInput) -> None:
-    """Compare the in-place form: it changes its input or refuses as CPU torch does."""
+    """Compare the in-place variant: it changes its input or raises as torch does."""
     self._changes(sample, self.op.inplace_variant)
 
   def _changes(self, sample, variant) -> None:
@@ -224,7 +224,7 @@ class Checks:
     torch.manual_seed(0)
     with torchax.default_env():
       returned = variant(*args, **kwargs)
-    assert returned is args[0], "the in-place form does not return its input"
+    assert returned is args[0], "the in-place variant does not return its input"
     exact = _exactly(variant, _parts(sample))
     self._agree(args[0], expected, sample, exact)
 

@@ -192,7 +192,7 @@ ROWS = {
     [BY_HAND],
     1,
   ),
-  "an in-place form": Row(
+  "an in-place variant": Row(
     {JATEN: BASE + TABLE},
     {
       JATEN: BASE
@@ -214,7 +214,7 @@ ROWS = {
     [THERE],
     said="derived: torch's schema says it",
   ),
-  "an in-place form that nothing derives": Row(
+  "an in-place variant that nothing derives": Row(
     {JATEN: BASE + TABLE},
     {
       JATEN: BASE

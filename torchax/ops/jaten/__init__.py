@@ -31,7 +31,7 @@ __all__ = [
 
 @functools.cache
 def _mutations() -> dict:
-  """Map each in-place packet of ATen to the packet of its functional form."""
+  """Map each in-place packet of ATen to the packet of its functional variant."""
   mutations = {}
   for packet in torch_compat.aten_packets():
     for overload in [getattr(packet, name) for name in packet.overloads()]:

@@ -74,7 +74,7 @@ def _check_leaky_relu_backward(grad_output, self, negative_slope, self_is_result
   if self_is_result and negative_slope < 0:
     raise RuntimeError(
       "In-place leaky_relu keeps no input to differentiate at when the slope is "
-      f"negative, but got {negative_slope}: use the out-of-place form."
+      f"negative, but got {negative_slope}: use the out-of-place variant."
     )
 
 
@@ -194,7 +194,7 @@ def _check_elu_backward(
   if is_result and alpha < 0:
     raise RuntimeError(
       "In-place elu keeps no input to differentiate at when alpha is negative, but "
-      f"got {alpha}: use the out-of-place form."
+      f"got {alpha}: use the out-of-place variant."
     )
 
 

@@ -2,8 +2,8 @@
 
 All are derived from elementwise lowerings: `_foreach_add.List` applies the lowering of
 `aten.add.Tensor` to each row of its lists. A lowering is looked up when a program is
-traced, so a replaced one takes effect. The in-place forms follow from torch's schemas
-(`dispatch/in_place.py`). Optimizer steps with `fused=True` are in
+traced, so a replaced one takes effect. The in-place variants follow from torch's
+schemas (`dispatch/in_place.py`). Optimizer steps with `fused=True` are in
 `fused_optimizers.py`.
 """
 

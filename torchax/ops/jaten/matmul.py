@@ -188,7 +188,7 @@ def _sublist_equation(terms: Sequence[Sequence[int]]) -> str:
 
 
 def einsum(equation, *operands) -> jax.Array:
-  """Compute an Einstein summation of arrays, in either of torch's forms.
+  """Compute an Einstein summation of arrays, with either of torch's signatures.
 
   Args:
     equation: subscripts such as `"bij,bjk->bik"`, or the first operand of the form

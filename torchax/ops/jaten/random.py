@@ -278,7 +278,7 @@ def _check_dropout(input, p, train, **_):
     raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p}.")
 
 
-# Python rounds 1 - p once, as torch's composite form does.
+# Python rounds 1 - p once, as torch's composite kernel does.
 prepare_dropout = _numbers.probability("p", scales=True)
 
 

@@ -1,8 +1,8 @@
 """Recurrent networks, with one `lax.scan` per layer and direction; packed sequences.
 
-torch's composite form unrolls time, so its traced program grows with the length of the
-sequence. `network` combines the layers. Its callers are `functions/recurrent.py` and
-`dynamo/recurrent_graphs.py` with tensors, and exported programs with arrays.
+torch's composite kernel unrolls time, so its traced program grows with the length of
+the sequence. `network` combines the layers. Its callers are `functions/recurrent.py`
+and `dynamo/recurrent_graphs.py` with tensors, and exported programs with arrays.
 """
 
 import dataclasses
@@ -164,7 +164,7 @@ def _aten_mkldnn_rnn_layer(
   input, weight0, weight1, weight2, weight3, hx_, cx_, reverse, batch_sizes, mode,
   hidden_size, num_layers, has_biases, bidirectional, batch_first, train,
 ):  # fmt: skip
-  """Run one direction of one LSTM layer, always (time, batch): torch's form on CPUs.
+  """Run one direction of one LSTM layer, always (time, batch): torch's CPU kernel.
 
   The workspace for oneDNN's gradient is empty.
   """

@@ -1,7 +1,7 @@
 """Randomized leaky ReLU: in training, each negative number gets its own random slope.
 
 torch's operations write the slopes to `noise` for the gradient.
-`rrelu_with_noise_functional` returns them instead; the other forms call it. Without
+`rrelu_with_noise_functional` returns them instead; the other variants call it. Without
 training, the slope is the mean of the bounds and nothing is drawn.
 """
 

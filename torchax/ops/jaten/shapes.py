@@ -1,8 +1,8 @@
 """Rearrangement of elements: concatenation, repetition, diagonals, windows, strides.
 
 Results are new arrays. The view operations (`aten.view`, `aten.slice`, …) belong to
-the core; here are their `*_copy` and `*_scatter` forms and their backwards. Slices are
-in `slices.py`, indexing with tensors in `indexing.py`, padding in `padding.py`.
+the core; here are their `*_copy` and `*_scatter` variants and their backwards. Slices
+are in `slices.py`, indexing with tensors in `indexing.py`, padding in `padding.py`.
 """
 
 import math

@@ -153,7 +153,7 @@ def _aten_polygamma(n, self):
 
 @op(aten.polygamma_.default, kind=Kind.TENSORS)
 def _aten_polygamma_(self, n):
-  """Call the functional form, whose arguments have another order."""
+  """Call the functional variant, whose arguments have another order."""
   return torch.polygamma(n, self, out=self)
 
 
