@@ -1,4 +1,4 @@
-"""Automatic mixed precision: which operations run in which precision.
+"""Automatic mixed precision: the precision of each operation.
 
 `torch.autocast("jax")` uses torch's own dispatch key for autocast. The key is masked
 while autocast is off, so it costs nothing then. The kernels registered here run above

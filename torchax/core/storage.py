@@ -29,7 +29,7 @@ active = _Active()
 
 
 class Rebindings:
-  """Count of how often a tensor of this process switched to another storage.
+  """Number of times that a tensor of this process switched to another storage.
 
   Callers that keep the storages of tensors look them up again if it has changed.
   """

@@ -125,7 +125,7 @@ class Streams:
       self._root.ordinal = (0, self._seedings)
 
   def address_by_site(self, on: bool) -> None:
-    """Set whether draws are addressed by site; roots continue from a fresh key."""
+    """Turn addressing by site on or off; roots continue from a fresh key."""
     with self._lock:
       if on == self.by_site:
         return

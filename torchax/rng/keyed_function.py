@@ -250,7 +250,7 @@ class KeyedFunction:
 
     Args:
       transformed: `values -> (out, Advance)`; repeated if its trace lacked operands.
-      times: returns how often `transformed` runs the function.
+      times: returns the number of runs of the function by `transformed`.
     """
     return repeat(lambda: self._run(transformed, times))
 

@@ -107,7 +107,7 @@ def drawing_from(operands) -> Iterator[None]:
 
 
 def address_by(mode: str) -> None:
-  """Set how draws are addressed, in all environments and threads.
+  """Set the addressing of draws, in all environments and threads.
 
   "order", the default: a draw's numbers depend on the number of draws before it.
   "site": they depend on the path of the modules that draw ("encoder.layers.3.dropout")
@@ -142,7 +142,7 @@ def is_by_site(mode: str) -> bool:
 
 
 def addressed_by() -> str:
-  """Return how draws are addressed: "order" or "site".
+  """Return the addressing of draws: "order" or "site".
 
   >>> addressed_by()
   'order'
