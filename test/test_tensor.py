@@ -149,7 +149,7 @@ def test_moving_copies(x):
 
 
 def test_moving_to_another_accelerator_names_valid_devices(x):
-  with pytest.raises(MixedDeviceError, match='"cpu" and "meta", but got cuda'):
+  with pytest.raises(MixedDeviceError, match='"cpu" or "meta", but got cuda'):
     x.to("cuda")
 
 

@@ -107,7 +107,9 @@ def execute_policy(
       return _cast((args, kwargs), _widest((args, kwargs), target_lower_fp))
     case CastPolicy.FP32_SET_OPT_DTYPE | CastPolicy.FP32_APPEND_DTYPE:
       return _with_dtype(args, kwargs)
-  raise TypeError(f"policy must be a torchax.amp.CastPolicy, but got {policy!r}.")
+  raise TypeError(
+    f"execute_policy expects a torchax.amp.CastPolicy, but got {policy!r}."
+  )
 
 
 # Execution under autocast -------------------------------------------------------------
@@ -224,7 +226,7 @@ def autocast(
   """
   if torch.device(device).type != DEVICE:
     raise ValueError(
-      f'torchax.amp.autocast is for the device "{DEVICE}", but got {str(device)!r}. '
+      f'torchax.amp.autocast expects the device "{DEVICE}", but got {str(device)!r}. '
       "Use torch.autocast for another device."
     )
   _require_lower_precision(dtype)

@@ -71,10 +71,10 @@ class Configuration:
   def __setattr__(self, name: str, value) -> None:
     if name == "compilation_cache_size" and not (type(value) is int and value > 0):
       raise ValueError(
-        "compilation_cache_size is a number of programs, 1 or more, but got "
+        "compilation_cache_size expects a number of programs, 1 or more, but got "
         f"{value!r}. `torchax.clear_caches()` drops those there are."
       )
     if name == "attention" and value not in ATTENTION:
       words = ", ".join(map(repr, ATTENTION))
-      raise ValueError(f"attention is one of {words}, but got {value!r}.")
+      raise ValueError(f"attention expects one of {words}, but got {value!r}.")
     super().__setattr__(name, value)

@@ -360,7 +360,7 @@ def _check_sample(flax_module, args, kwargs) -> None:
   """Raise TypeError unless the module's signature accepts the sample arguments."""
   if not isinstance(args, tuple | list):
     raise TypeError(
-      "sample_args is a tuple of example inputs, such as `(x,)`, but got "
+      "sample_args expects a tuple of example inputs, such as `(x,)`, but got "
       f"{type(args).__name__}."
     )
   method = kwargs.get("method", "__call__")

@@ -60,7 +60,7 @@ class ScannedModule(torch.nn.Module):
     super().__init__()
     layers = list(module_list)
     if not layers:
-      raise ValueError("ScannedModule needs at least one layer, but got none.")
+      raise ValueError("ScannedModule expects at least one layer, but got none.")
     self.c = Container()
     self.c.one_mod = layers[0]
     self.checkpoint_policy = policy_of(checkpoint_policy)

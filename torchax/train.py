@@ -158,7 +158,7 @@ def make_train_step(
 def _in_parts(value_and_grad: Callable, count: int) -> Callable:
   """Average a loss and its gradients over parts of the batch, in a loop."""
   if count < 1:
-    raise ValueError(f"microbatches is 1 or more, but got {count}.")
+    raise ValueError(f"microbatches expects 1 or more, but got {count}.")
   if count == 1:
     return value_and_grad
 

@@ -445,7 +445,7 @@ REFUSALS = {
   "a dimension that is not there": (
     lambda: distribute_tensor(torch.ones(8), line(), [Shard(1)]),
     CollectiveError,
-    r"needs a dimension 1, but got a tensor of shape \(8,\)",
+    r"expects a dimension 1, but got a tensor of shape \(8,\)",
   ),
   "too few placements": (
     lambda: distribute_tensor(torch.ones(8), grid(), [Shard(0)]),
@@ -467,7 +467,7 @@ REFUSALS = {
       torch.ones(2), line(), [Shard(0)], shape=torch.Size([16]), stride=(1,)
     ),
     CollectiveError,
-    r"takes the whole tensor.*\(2,\) for one of \(16,\)",
+    r"expects the whole tensor.*\(2,\) for one of \(16,\)",
   ),
   "a mesh that is unflattened": (
     lambda: init_device_mesh("jax", (8,), mesh_dim_names=("w",))._unflatten(

@@ -270,9 +270,9 @@ def test_the_persistent_cache_is_used(tmp_path):
 @pytest.mark.parametrize(
   ("fn", "options", "error", "message"),
   [
-    (torch.sin, {"mode": "fast"}, ValueError, "The mode is one of"),
-    (3, {}, TypeError, "A function or a module"),
-    (torch.sin, {"methods_to_compile": ["f"]}, ValueError, "methods of a module"),
+    (torch.sin, {"mode": "fast"}, ValueError, "The mode expects one of"),
+    (3, {}, TypeError, "expects a function or a module"),
+    (torch.sin, {"methods_to_compile": ["f"]}, ValueError, "expects a module"),
     (
       torch.nn.ReLU(),
       {"methods_to_compile": ["go"]},

@@ -351,7 +351,7 @@ def test_the_switch_shows_first_inside_a_raw_jax_trace(env):
 
 def test_another_mode_is_refused(env):
   before = env.rng.state.state_dict()
-  with pytest.raises(ValueError, match='"order" or by "site"'):
+  with pytest.raises(ValueError, match='"order" or "site"'):
     torchax.rng.address_by("name")
   assert env.rng.state.state_dict() == before
   assert torchax.rng.addressed_by() == "site"

@@ -353,7 +353,7 @@ def test_the_repr_of_an_environment_describes_it(env):
 @pytest.mark.parametrize("seed", [1.5, "7", True, 2**64])
 def test_an_environment_refuses_values_other_than_seeds(seed):
   kind = ValueError if seed == 2**64 else SeedError
-  with pytest.raises(kind, match=r"A seed is an integer in \[-2\*\*63"):
+  with pytest.raises(kind, match=r"Expected an integer seed in \[-2\*\*63"):
     torchax.Environment(seed=seed)
 
 

@@ -91,7 +91,7 @@ def save_checkpoint(
 def _new_step(path, step: int):
   """Return the directory for a new step; raise if the step exists."""
   if isinstance(step, bool) or operator.index(step) < 0:
-    raise ValueError(f"A step is an int >= 0, but got {step!r}.")
+    raise ValueError(f"save_checkpoint expects an int step >= 0, but got {step!r}.")
   directory = path / str(operator.index(step))
   if directory.exists():
     raise FileExistsError(

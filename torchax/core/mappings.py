@@ -227,7 +227,7 @@ def _require_data_on_cpu(t: torch.Tensor) -> None:
     )
   if t.device.type != "cpu":
     raise MixedDeviceError(
-      f"Data moves to jax from the CPU, but got a tensor on {t.device}. "
+      f"A copy to jax expects a CPU tensor, but got one on {t.device}. "
       + ("It has no data." if t.is_meta else "Call `.cpu()` first.")
     )
 

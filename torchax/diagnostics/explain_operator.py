@@ -126,7 +126,7 @@ def explain_operator(
     decisions, overloads = _of_function(operation, name, env)
   else:
     raise TypeError(
-      f"explain_operator takes a function of torch or an operation, but got "
+      f"explain_operator expects a function of torch or an operation, but got "
       f"{operation!r}. Pass torch.add or torch.ops.aten.add.Tensor."
     )
   for overload in overloads:

@@ -91,7 +91,7 @@ def wrap(original: Callable, self, module: torch.nn.Module, *args, **kwargs) -> 
   group = kwargs.get("process_group") or world
   if not isinstance(group, process_group.ProcessGroup):
     raise CollectiveError(
-      "DistributedDataParallel of a module on jax needs the process group of "
+      "DistributedDataParallel of a module on jax expects the process group of "
       f'`init_process_group("jax")`, but got the backend {dist.get_backend(group)!r}.'
     )
   torch.nn.Module.__init__(self)

@@ -54,8 +54,8 @@ def distribute_tensor(
     return original(tensor, device_mesh, placements_, **options)
   if not tensor.is_leaf:
     raise RuntimeError(
-      "`distribute_tensor` takes leaf tensors, but got one that autograd has recorded. "
-      "Use `DTensor.from_local(tensor, mesh, placements)` inside of a model."
+      "`distribute_tensor` expects leaf tensors, but got one that autograd has "
+      "recorded. Use `DTensor.from_local(tensor, mesh, placements)` inside of a model."
     )
   if not isinstance(tensor, torch.nn.Parameter):
     _require_numbers(tensor, "distribute_tensor")
@@ -91,8 +91,9 @@ def from_local(
   shape = options.get("shape")
   if shape is not None and tuple(shape) != tuple(local_tensor.shape):
     raise CollectiveError(
-      "`DTensor.from_local` on jax takes the whole tensor: one process drives all "
-      f"devices. Got the shape {tuple(local_tensor.shape)} for one of {tuple(shape)}."
+      "`DTensor.from_local` on jax expects the whole tensor, since one process "
+      f"drives all devices, but got the shape {tuple(local_tensor.shape)} for one of "
+      f"{tuple(shape)}."
     )
   return placements.place(local_tensor, mesh, placements_)
 

@@ -121,8 +121,8 @@ def _is_on_jax(module: torch.nn.Module) -> bool:
 def _refuse_offloading(offload_policy) -> None:
   if offload_policy is not None and type(offload_policy).__name__ != "OffloadPolicy":
     raise CollectiveError(
-      f"fully_shard on jax takes no offload_policy, but got {offload_policy}. Leave it "
-      "out: the parameters stay on the devices."
+      f"fully_shard on jax expects no offload_policy, but got {offload_policy}. Leave "
+      "it out: the parameters stay on the devices."
     )
 
 
@@ -237,9 +237,8 @@ class FullySharded:
     devices = settings_of(self).devices
     if factor not in (1, devices):
       raise CollectiveError(
-        "Gradients on jax are those of the loss of the whole batch, which lies on "
-        f"{devices} devices here, so that a divide factor is 1 or {devices}, but got "
-        f"{factor}. Divide the loss instead."
+        f"fully_shard on jax expects a divide factor of 1, or {devices} (the devices "
+        f"of the batch), but got {factor}. Divide the loss instead."
       )
 
   def set_reduce_scatter_divide_factor(self, factor: float) -> None:

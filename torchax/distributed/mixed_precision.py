@@ -34,7 +34,7 @@ def require_known(policy: Any) -> None:
   wrong = {name: dtype for name, dtype in dtypes.items() if not dtype.is_floating_point}
   if wrong:
     raise CollectiveError(
-      "A MixedPrecisionPolicy has dtypes of floating-point numbers, such as "
+      "A MixedPrecisionPolicy expects floating-point dtypes, such as "
       f"torch.bfloat16, but got {wrong}."
     )
 

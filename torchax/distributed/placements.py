@@ -64,7 +64,7 @@ def normalize(mesh: DeviceMesh, placements: Sequence[Placement] | None) -> tuple
   for placement in placements:
     if type(placement).__name__ not in _KINDS:
       raise CollectiveError(
-        "A placement on jax is Shard(dim), Replicate() or Partial(), but got "
+        "A mesh on jax expects Shard(dim), Replicate() or Partial(), but got "
         f"{placement}. Several axes may split one dimension: Shard(0), Shard(0)."
       )
   return placements
@@ -116,7 +116,7 @@ def sharding_of(
 def _checked_dim(placement: Placement, shape: Sequence[int]) -> int:
   if not -len(shape) <= placement.dim < len(shape):
     raise CollectiveError(
-      f"{placement} needs a dimension {placement.dim}, but got a tensor of shape "
+      f"{placement} expects a dimension {placement.dim}, but got a tensor of shape "
       f"{tuple(shape)}."
     )
   return placement.dim % len(shape)

@@ -88,7 +88,7 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
       )
     if not array.is_fully_addressable:
       raise CollectiveError(
-        "A collective of torch.distributed takes the tensor of one process, but got a "
+        "torch.distributed on jax expects the tensor of one process, but got a "
         f"global array of shape {tuple(array.shape)}, which is one tensor to all "
         "processes already. Use `x.sum()`, `x.mean()` or `x.full_tensor()`."
       )
@@ -103,8 +103,8 @@ class ProcessGroup(dist.ProcessGroup):
     super().__init__(rank, size)
     if size not in (1, jax.process_count()):
       raise CollectiveError(
-        f"A process group on jax has all {jax.process_count()} processes, or one of "
-        f"them, but got {size}. Make a `DeviceMesh` with an axis for each group: "
+        f"A process group on jax expects all {jax.process_count()} processes, or one, "
+        f"but got {size}. Make a `DeviceMesh` with an axis for each group: "
         '`init_device_mesh("jax", (2, n // 2), mesh_dim_names=("dp", "tp"))`.'
       )
 
@@ -157,8 +157,8 @@ class ProcessGroup(dist.ProcessGroup):
     function = _REDUCTIONS.get(name)
     if function is None:
       raise CollectiveError(
-        f"A reduction of processes on jax is one of {', '.join(_REDUCTIONS)}, but got "
-        f"{name}."
+        f"A reduction of processes on jax expects one of {', '.join(_REDUCTIONS)}, but "
+        f"got {name}."
       )
     if self.size() == 1:
       _on_host(tensor)  # raises for tensors that no collective takes
@@ -236,7 +236,7 @@ class ProcessGroup(dist.ProcessGroup):
   def alltoall_base(self, output, tensor, output_sizes, input_sizes, opts=None):
     if len({*output_sizes, *input_sizes}) > 1:
       raise CollectiveError(
-        "all_to_all_single on jax exchanges parts of one size, but got "
+        "all_to_all_single on jax expects parts of one size, but got "
         f"{list(input_sizes)} and {list(output_sizes)}. Pad them to the largest."
       )
     size = self.size()

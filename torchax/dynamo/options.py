@@ -53,8 +53,8 @@ class Options:
     """
     if mode not in _MODES:
       raise ValueError(
-        f'torch.compile(backend="jax") has the mode "default", but got {mode!r}. XLA '
-        "chooses kernels by itself; leave `mode` out."
+        f'torch.compile(backend="jax") expects the mode "default", but got {mode!r}. '
+        "XLA chooses kernels by itself; leave `mode` out."
       )
     names = {field.name for field in dataclasses.fields(cls)}
     unknown = sorted(set(options or ()) - names)
@@ -68,7 +68,8 @@ class Options:
   def __post_init__(self):
     if self.precision not in _PRECISIONS:
       raise ValueError(
-        f"The option precision is one of {_PRECISIONS}, but got {self.precision!r}."
+        f"The option precision expects one of {_PRECISIONS}, but got "
+        f"{self.precision!r}."
       )
     self._require("x64", bool | None, "True, False or None")
     self._require("donate", bool, "True or False")

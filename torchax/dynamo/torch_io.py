@@ -37,8 +37,8 @@ def as_numpy(tensor: torch.Tensor) -> np.ndarray:
   """
   if tensor.device.type != "cpu":
     raise MixedDeviceError(
-      'torch.compile(backend="jax") takes tensors on the CPU, or all on "jax", but got '
-      f'one on {tensor.device}. Call `.cpu()` or `.to("jax")` first.'
+      'torch.compile(backend="jax") expects tensors on the CPU, or all on "jax", but '
+      f'got one on {tensor.device}. Call `.cpu()` or `.to("jax")` first.'
     )
   mappings.check_layout(tensor)
   tensor = tensor.detach().resolve_conj().resolve_neg()

@@ -177,7 +177,7 @@ class Program:
     values = self._leaves(inputs, kwargs or {})
     if len(states) != len(self.names):
       raise ValueError(
-        f"The program has {len(self.names)} states, but got {len(states)}."
+        f"The program expects {len(self.names)} states, but got {len(states)}."
       )
     self._argument_check.require(values)
     if rng is None:
@@ -243,7 +243,7 @@ class Program:
     operands = [name for name, value in self._inputs if symbolic_shapes.is_array(value)]
     if len(leaves) != len(operands):
       raise ValueError(
-        f"The program takes the {len(self._inputs)} inputs "
+        f"The program expects the {len(self._inputs)} inputs "
         f"{[name for name, _ in self._inputs]}, but got {len(leaves)}. Pass the "
         "positional arguments as a tuple, as they were exported."
       )

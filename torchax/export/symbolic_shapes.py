@@ -220,7 +220,7 @@ def _require_array(name, expected, value) -> None:
     )
   if jax.dtypes.canonicalize_dtype(value.dtype) != dtype:
     raise TypeError(
-      f"Argument {name} should be of {dtype}, for which the program was exported, "
+      f"The exported program expects argument {name} of {dtype}, "
       f"but got {value.dtype}. Convert it with `.astype`."
     )
   if len(value.shape) != expected.dim():

@@ -97,13 +97,13 @@ def _check(fn, options: CompileOptions) -> None:
       "`torch.export.export(…)` to `torchax.export.exported_program_to_jax`."
     )
   if options.mode not in MODES:
-    raise ValueError(f"The mode is one of {MODES}, but got {options.mode!r}.")
+    raise ValueError(f"The mode expects one of {MODES}, but got {options.mode!r}.")
   if not callable(fn):
-    raise TypeError(f"A function or a module is expected, but got {fn!r}.")
+    raise TypeError(f"compile expects a function or a module, but got {fn!r}.")
   named = set(options.methods_to_compile) - {"forward"}
   if named and not isinstance(fn, torch.nn.Module):
     raise ValueError(
-      f"methods_to_compile names methods of a module, but got {fn!r}. Compile each "
+      f"methods_to_compile expects a module, but got {fn!r}. Compile each "
       "function by itself."
     )
   for name in named:

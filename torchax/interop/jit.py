@@ -448,7 +448,7 @@ def jax_jit(
     return functools.partial(jax_jit, kwargs_for_jax_jit=kwargs)
   if not callable(torch_function):
     raise TypeError(
-      "jax_jit compiles a function or a module, but got "
+      "jax_jit expects a function or a module, but got "
       f"{type(torch_function).__name__}."
     )
   return Jitted(torch_function, kwargs)

@@ -85,7 +85,7 @@ def merge(
   """
   if given is not None and not isinstance(given, Mapping):
     raise TypeError(
-      f"{name} takes the options of `{_name_of(transform)}` as keywords, or as one "
+      f"{name} expects the options of `{_name_of(transform)}` as keywords, or as one "
       f"dict, but got {given!r} as its second argument. Write {name}(f, name=value)."
     )
   options = dict(given or {})

@@ -203,7 +203,7 @@ def switch(
   """
   branches = tuple(branches)
   if not branches:
-    raise ValueError("switch needs at least one branch, but got none.")
+    raise ValueError("switch expects at least one branch, but got none.")
   return _run(_switch, branches, ("switch",), (_as_index(index), operands))
 
 
@@ -228,7 +228,7 @@ def _length(xs: Any, length: int | None) -> int:
     lengths.add(length)
   if len(lengths) != 1:
     raise ValueError(
-      "scan needs xs with one common length, or length=, but got lengths "
+      "scan expects xs with one common length, or length=, but got lengths "
       f"{sorted(lengths)}."
     )
   return lengths.pop()

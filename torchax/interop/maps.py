@@ -67,7 +67,7 @@ def jax_vmap(
   """
   if randomness not in (ERROR, DIFFERENT, SAME):
     raise ValueError(
-      f'randomness is "error", "different" or "same", but got {randomness!r}.'
+      f'randomness expects "error", "different" or "same", but got {randomness!r}.'
     )
   name = axis_name or _AXIS_NAME
   transform = functools.partial(
@@ -272,6 +272,7 @@ def _different_axes(randomness, options) -> tuple[str, ...]:
   for axis, policy in randomness.items():
     if policy not in (DIFFERENT, SAME):
       raise ValueError(
-        f'randomness is "different" or "same", but got {policy!r} for axis {axis!r}.'
+        f'randomness expects "different" or "same", but got {policy!r} for axis '
+        f"{axis!r}."
       )
   return tuple(n for n in names if randomness.get(n, DIFFERENT) == DIFFERENT)

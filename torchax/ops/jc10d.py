@@ -203,7 +203,7 @@ def reduce(array: jax.Array, reduction: str, axes: Axes) -> jax.Array:
   function = _REDUCTIONS.get(reduction.lower())
   if function is None:
     raise CollectiveError(
-      f"A reduction is one of {', '.join(_REDUCTIONS)}, but got {reduction!r}."
+      f"A reduction expects one of {', '.join(_REDUCTIONS)}, but got {reduction!r}."
     )
   return function(_make_varying(array, axes), axes) if axes else array
 
@@ -243,7 +243,7 @@ def _c10d_reduce_scatter(input, reduceOp: str, group_size: int, group_name: str)
     return input
   if input.shape[0] % group_size:
     raise CollectiveError(
-      f"reduce_scatter_tensor splits dimension 0 into {group_size} equal parts, but "
+      f"reduce_scatter_tensor expects a dimension 0 of {group_size} equal parts, but "
       f"got the shape {tuple(input.shape)}."
     )
   if reduceOp.lower() in ("sum", "avg") and jnp.issubdtype(input.dtype, jnp.inexact):
@@ -280,7 +280,7 @@ def _c10d_broadcast(self, src: int, group_name: str):
   axes = axes_of(group_name, "broadcast")
   if not 0 <= src < _size(axes):
     raise CollectiveError(
-      f"broadcast takes a source from 0 to {_size(axes) - 1}, but got {src}."
+      f"broadcast expects a source from 0 to {_size(axes) - 1}, but got {src}."
     )
   if not axes:
     return self
@@ -311,8 +311,8 @@ def permute(array: jax.Array, destinations: Sequence[int], group_name) -> jax.Ar
   valid = len(destinations) == len(members) and set(destinations) <= set(members)
   if not valid or len(set(destinations)) < len(members):
     raise CollectiveError(
-      f"permute_tensor takes a permutation of 0 to {len(members) - 1}: where each "
-      f"member sends its tensor. Got {list(destinations)}."
+      f"permute_tensor expects a permutation of 0 to {len(members) - 1}, the target "
+      f"of each member, but got {list(destinations)}."
     )
   if not axes:
     return array

@@ -86,7 +86,7 @@ class InplaceOp:
     target = args[self.position_to_mutate]
     if not isinstance(target, Tensor):
       raise TypeError(
-        f"Argument {self.position_to_mutate} is written to and should be a jax tensor, "
+        f"Argument {self.position_to_mutate} is written to and expects a jax tensor, "
         f'but got {type(target).__name__}. Move a tensor with `.to("jax")`.'
       )
     env = target._env

@@ -64,7 +64,7 @@ class OperatorTable(MutableMapping):
     """
     if not isinstance(operator, Operator):
       raise TypeError(
-        f"The entry of {operation} is an Operator, but got {operator!r}. Write "
+        f"The entry of {operation} expects an Operator, but got {operator!r}. Write "
         "`Operator(op, function, is_jax_function=…)`, or call "
         "`env.override_op_definition(op, function)`."
       )

@@ -96,8 +96,8 @@ def generator_operands(generator: torch.Generator, name: str) -> DrawOperands:
     )
   if generator.device.type not in ("jax", "cpu"):
     raise TypeError(
-      'A draw on jax takes torch.Generator(device="jax") or one of the CPU (it is the '
-      f"source of its keys), but got one on {generator.device}."
+      'A draw on jax expects torch.Generator(device="jax") or one of the CPU (it is '
+      f"the source of its keys), but got one on {generator.device}."
     )
   words = take_words(generator, 1, name)
   return key_of(words[0], scope.default_impl()), 0

@@ -137,7 +137,7 @@ def address_by(mode: str) -> None:
 def is_by_site(mode: str) -> bool:
   """Return True for "site", False for "order"; raise ValueError for any other mode."""
   if mode not in ("order", "site"):
-    raise ValueError(f'Draws are addressed by "order" or by "site", but got {mode!r}.')
+    raise ValueError(f'address_by expects "order" or "site", but got {mode!r}.')
   return mode == "site"
 
 
@@ -272,7 +272,9 @@ def manual_seed(
   RngState(threefry2x32, key=0:1, count=0)
   """
   if isinstance(seed, bool | float):
-    raise SeedError(f"A seed is an integer, but got {type(seed).__name__}: {seed!r}.")
+    raise SeedError(
+      f"Expected an integer seed, but got {type(seed).__name__}: {seed!r}."
+    )
   if owner is None:
     inside = [owner for owner, _ in _scopes.get() if owner is not None]
     owners = inside or [streams_on(), *environment_streams.all_streams()]

@@ -76,12 +76,12 @@ def check_seed(seed: int) -> int:
   """
   if not isinstance(seed, int | np.integer) or isinstance(seed, bool):
     raise SeedError(
-      "A seed is an integer in [-2**63, 2**64), but got "
+      "Expected an integer seed in [-2**63, 2**64), but got "
       f"{type(seed).__name__}: {seed!r}."
     )
   seed = int(seed)
   if not -(1 << 63) <= seed < 1 << 64:
-    raise ValueError(f"A seed is an integer in [-2**63, 2**64), but got {seed}.")
+    raise ValueError(f"Expected an integer seed in [-2**63, 2**64), but got {seed}.")
   return seed % (1 << 64)
 
 
@@ -185,7 +185,7 @@ def as_key(value: Any, impl: str = DEFAULT_IMPL) -> jax.Array:
   if is_typed_key(value):
     if value.shape:
       raise SeedError(
-        f"A stream takes one scalar key, but got keys of shape {value.shape}. "
+        f"A stream expects one scalar key, but got keys of shape {value.shape}. "
         "Pick one; or give each row of a batch its key: "
         "`jax.vmap(lambda key, x: jax_view(f)(x, rng=key))(keys, x)`."
       )
@@ -371,10 +371,12 @@ class RngState:
         f"Key data of {impl} has shape {expected}, but got {words.shape}."
       )
     if words.dtype.kind not in "iu" or (words < 0).any() or (words >> 32).any():
-      raise ValueError(f"Key data are 32-bit unsigned integers, but got {words}.")
+      raise ValueError(f"Expected key data, 32-bit unsigned integers, but got {words}.")
     sites = data.get("sites")
     if sites is not None and not isinstance(sites, dict):
-      raise ValueError(f"Sites are a dict of counts by path, but got {sites!r}.")
+      raise ValueError(
+        f"Expected sites as a dict of counts by path, but got {sites!r}."
+      )
     _check_count(data["count"], REKEY_AT)
     for count in (sites or {}).values():
       _check_count(count, _MOST_OF_A_SITE)
@@ -433,14 +435,16 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
   """Return the bytes of a saved state; raise SeedError if it is no uint8 tensor."""
   if not isinstance(tensor, torch.Tensor) or tensor.dtype is not torch.uint8:
     kind = getattr(tensor, "dtype", type(tensor).__name__)
-    raise SeedError(f"A random state is a uint8 tensor, but got {kind}.")
+    raise SeedError(f"Expected a random state, a uint8 tensor, but got {kind}.")
   return bytes(tensor.tolist())
 
 
 def _check_count(count, most: int) -> None:
   if not isinstance(count, int | np.integer) or not 0 <= count <= most:
     bits = most.bit_length() - 1
-    raise ValueError(f"A draw count is an int in [0, 2**{bits}], but got {count!r}.")
+    raise ValueError(
+      f"Expected an int draw count in [0, 2**{bits}], but got {count!r}."
+    )
 
 
 def as_state(value: Any, impl: str = DEFAULT_IMPL) -> RngState:

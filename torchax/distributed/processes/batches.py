@@ -65,7 +65,7 @@ class Batches(torch.utils.data.Sampler[list[int]]):
   ):
     if not 0 < batch_size <= size:
       raise ValueError(
-        f"A batch has from 1 row to all {size} of the data set, but got {batch_size}."
+        f"Batches expects from 1 to {size} rows in a batch, but got {batch_size}."
       )
     if start < 0 or seed < 0:
       raise ValueError(
@@ -173,8 +173,8 @@ def in_fixed_order(
   def run(parameters, batch):
     if batch.shape[0] % chunks:
       raise ValueError(
-        f"in_fixed_order cuts a batch into {chunks} chunks of equally many rows, but "
-        f"got {batch.shape[0]} rows."
+        f"in_fixed_order expects a batch of {chunks} chunks with equally many rows, "
+        f"but got {batch.shape[0]} rows."
       )
     seeds = torch.randint(_MAX_SEED, (chunks,), device="jax", dtype=torch.int32)
     results = on_all_devices(parameters, batch.unflatten(0, (chunks, -1)), seeds)

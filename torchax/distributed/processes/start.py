@@ -189,8 +189,8 @@ def world_of(variables: Mapping[str, str]) -> World | None:
   count, rank = _number("WORLD_SIZE", variables), _number("RANK", variables)
   if not 0 <= rank < count:
     raise ProcessError(
-      f"RANK is from 0 to WORLD_SIZE - 1, but got RANK={rank} and WORLD_SIZE={count}. "
-      "Start the processes by torchrun, which sets both."
+      f"Expected a RANK from 0 to WORLD_SIZE - 1, but got RANK={rank} and WORLD_SIZE="
+      f"{count}. Start the processes by torchrun, which sets both."
     )
   local_rank = _number("LOCAL_RANK", variables) if "LOCAL_RANK" in variables else 0
   local_count = 1

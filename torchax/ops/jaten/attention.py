@@ -257,7 +257,7 @@ def padded_keys(key, value, attn_mask, most: int, numpy=jnp):
 def _require_no_dropout(dropout_p):
   if dropout_p > 0:
     raise RuntimeError(
-      "The CPU kernel of flash attention has no dropout, but got dropout_p="
+      "The CPU kernel of flash attention expects no dropout, but got dropout_p="
       f"{dropout_p}. Call torch.nn.functional.scaled_dot_product_attention."
     )
 

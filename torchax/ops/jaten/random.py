@@ -396,9 +396,9 @@ def _aten_poisson(key, self):
 
 def _check_binomial(count, prob, **_):
   if not count.is_floating_point():
-    raise ValueError(f"binomial takes floating-point counts, but got {count.dtype}.")
+    raise ValueError(f"binomial expects floating-point counts, but got {count.dtype}.")
   if not prob.is_floating_point():
-    raise ValueError(f"binomial takes floating-point prob, but got {prob.dtype}.")
+    raise ValueError(f"binomial expects floating-point prob, but got {prob.dtype}.")
   if count.dtype is not prob.dtype:
     raise RuntimeError(f"binomial: count is {count.dtype}, but prob {prob.dtype}.")
   torch.broadcast_shapes(count.shape, prob.shape)

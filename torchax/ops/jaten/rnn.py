@@ -170,7 +170,7 @@ def _aten_mkldnn_rnn_layer(
   """
   if mode != _LSTM_MODE or batch_sizes:
     raise NotImplementedError(
-      f"mkldnn_rnn_layer is lowered for a padded LSTM, which is mode {_LSTM_MODE}, but "
+      f"mkldnn_rnn_layer expects a padded LSTM, which is mode {_LSTM_MODE}, but "
       f"got mode {mode} with batch_sizes {list(batch_sizes)}. Call torch.lstm, "
       "torch.gru or torch.rnn_tanh."
     )
