@@ -242,17 +242,17 @@ class Environment(Conversions, contextlib.ContextDecorator):
   def load_ops(self) -> None:
     """Do nothing: operators are looked up at their first use. Upstream calls this."""
 
-  def dispatch(self, func, types, args, kwargs):
+  def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Run one ATen operation on jax tensors."""
     if self.config.debug_print_each_op or self.config.debug_accuracy_for_each_op:
       return debug.dispatch(self, self._dispatcher, func, args, kwargs or {})
     return self._dispatcher(func, args, kwargs)
 
-  def plan_for(self, func):
+  def plan_for(self, func: Any) -> Any:
     """Return the plan for an overload; raise OperatorNotFound if there is none."""
     return self._dispatcher.plan_for(func)
 
-  def shapes(self, func, args, kwargs):
+  def shapes(self, func: Any, args: tuple, kwargs: dict) -> Any:
     """Return the result shapes and dtypes of a lowering; see `Dispatcher.shapes`."""
     return self._dispatcher.shapes(func, args, kwargs)
 

@@ -171,7 +171,7 @@ class NarrowInfo(ViewInfo):
 
   view_numpy = transform_tensor
 
-  def update_tensor(self, new_value, jax_array):
+  def update_tensor(self, new_value: jax.Array, jax_array: jax.Array) -> jax.Array:
     start = self._single_slice(jax_array.shape)
     if start is None:
       return jax_array.at[self._index()].set(new_value)
@@ -221,7 +221,7 @@ class SelectInfo(ViewInfo):
 
   view_numpy = transform_tensor
 
-  def update_tensor(self, new_value, jax_array):
+  def update_tensor(self, new_value: jax.Array, jax_array: jax.Array) -> jax.Array:
     return jax_array.at[self._index()].set(new_value)
 
 
@@ -233,13 +233,13 @@ class IndexInfo(ViewInfo):
   index: int
   view_info_type: ClassVar = ViewInfoType.SELECT
 
-  def transform_tensor(self, jax_array):
+  def transform_tensor(self, jax_array: jax.Array) -> jax.Array:
     return lax.index_in_dim(jax_array, self.index, self.dim, keepdims=False)
 
-  def view_numpy(self, array):
+  def view_numpy(self, array: np.ndarray) -> np.ndarray:
     return array[(slice(None),) * self.dim + (self.index,)]
 
-  def update_tensor(self, new_value, jax_array):
+  def update_tensor(self, new_value: jax.Array, jax_array: jax.Array) -> jax.Array:
     return put_slice(
       jax_array, jnp.expand_dims(new_value, self.dim), self.dim, self.index
     )
@@ -270,7 +270,7 @@ class AsStridedInfo(ViewInfo):
     object.__setattr__(self, "size", None if size is None else tuple(size))
 
   @property
-  def overlaps(self):
+  def overlaps(self) -> bool:
     reach = 0
     for stride, length in sorted(zip(self.stride, self.size or ())):
       if length > 1 and stride <= reach:
@@ -287,10 +287,10 @@ class AsStridedInfo(ViewInfo):
       indices = indices + (np.arange(length) * stride).reshape(shape)
     return indices
 
-  def transform_tensor(self, jax_array):
+  def transform_tensor(self, jax_array: jax.Array) -> jax.Array:
     return jax_array.ravel()[self._indices(jax_array.shape)]
 
-  def update_tensor(self, new_value, jax_array):
+  def update_tensor(self, new_value: jax.Array, jax_array: jax.Array) -> jax.Array:
     flat = jax_array.ravel().at[self._indices(jax_array.shape)].set(new_value)
     return flat.reshape(jax_array.shape)
 
@@ -313,10 +313,10 @@ class DiagonalInfo(ViewInfo):
   dim2: int = 1
   view_info_type: ClassVar = ViewInfoType.DIAGONAL
 
-  def transform_tensor(self, jax_array):
+  def transform_tensor(self, jax_array: jax.Array) -> jax.Array:
     return jnp.diagonal(jax_array, self.offset, self.dim1, self.dim2)
 
-  def view_numpy(self, array):
+  def view_numpy(self, array: np.ndarray) -> np.ndarray:
     return np.diagonal(array, self.offset, self.dim1, self.dim2)
 
 
@@ -330,13 +330,13 @@ class UnfoldInfo(ViewInfo):
   view_info_type: ClassVar = ViewInfoType.UNFOLD
 
   @property
-  def overlaps(self):
+  def overlaps(self) -> bool:
     return self.step < self.size
 
-  def transform_tensor(self, jax_array):
+  def transform_tensor(self, jax_array: jax.Array) -> jax.Array:
     return self._windows(jnp, jax_array)
 
-  def view_numpy(self, array):
+  def view_numpy(self, array: np.ndarray) -> np.ndarray:
     return self._windows(np, array)
 
   def _windows(self, numpy, source):
@@ -354,13 +354,13 @@ class ReshapeInfo(ViewInfo):
   size: tuple[int, ...]
   view_info_type: ClassVar = ViewInfoType.RESHAPE
 
-  def transform_tensor(self, jax_array):
+  def transform_tensor(self, jax_array: jax.Array) -> jax.Array:
     return lax.reshape(jax_array, self.size)
 
-  def view_numpy(self, array):
+  def view_numpy(self, array: np.ndarray) -> np.ndarray:
     return array.reshape(self.size)
 
-  def update_tensor(self, new_value, jax_array):
+  def update_tensor(self, new_value: jax.Array, jax_array: jax.Array) -> jax.Array:
     return lax.reshape(new_value, jax_array.shape)
 
 
@@ -371,13 +371,13 @@ class PermuteInfo(ViewInfo):
   dims: tuple[int, ...]
   view_info_type: ClassVar = ViewInfoType.PERMUTE
 
-  def transform_tensor(self, jax_array):
+  def transform_tensor(self, jax_array: jax.Array) -> jax.Array:
     return lax.transpose(jax_array, self.dims)
 
-  def view_numpy(self, array):
+  def view_numpy(self, array: np.ndarray) -> np.ndarray:
     return array.transpose(self.dims)
 
-  def update_tensor(self, new_value, jax_array):
+  def update_tensor(self, new_value: jax.Array, jax_array: jax.Array) -> jax.Array:
     return lax.transpose(new_value, tuple(int(d) for d in np.argsort(self.dims)))
 
 
@@ -394,13 +394,13 @@ class ExpandInfo(ViewInfo):
 
   overlaps = True
 
-  def transform_tensor(self, jax_array):
+  def transform_tensor(self, jax_array: jax.Array) -> jax.Array:
     return jnp.broadcast_to(jax_array, self.size)
 
-  def view_numpy(self, array):
+  def view_numpy(self, array: np.ndarray) -> np.ndarray:
     return np.broadcast_to(array, self.size)
 
-  def update_tensor(self, new_value, jax_array):
+  def update_tensor(self, new_value: jax.Array, jax_array: jax.Array) -> jax.Array:
     lead = new_value.ndim - jax_array.ndim
     index = (0,) * lead + tuple(slice(0, length) for length in jax_array.shape)
     return new_value[index]
@@ -414,10 +414,10 @@ class DtypeInfo(ViewInfo):
   view_info_type: ClassVar = ViewInfoType.DTYPE
   picks = False
 
-  def transform_tensor(self, jax_array):
+  def transform_tensor(self, jax_array: jax.Array) -> jax.Array:
     return _same_bytes(jax_array, self.dtype)
 
-  def update_tensor(self, new_value, jax_array):
+  def update_tensor(self, new_value: jax.Array, jax_array: jax.Array) -> jax.Array:
     return _same_bytes(new_value, jax_array.dtype)
 
 
@@ -447,10 +447,10 @@ class ComplexAsRealInfo(ViewInfo):
   view_info_type: ClassVar = ViewInfoType.DTYPE
   picks = False
 
-  def transform_tensor(self, jax_array):
+  def transform_tensor(self, jax_array: jax.Array) -> jax.Array:
     return jnp.stack([jax_array.real, jax_array.imag], axis=-1)
 
-  def update_tensor(self, new_value, jax_array):
+  def update_tensor(self, new_value: jax.Array, jax_array: jax.Array) -> jax.Array:
     return lax.complex(new_value[..., 0], new_value[..., 1])
 
 
@@ -461,10 +461,10 @@ class RealAsComplexInfo(ViewInfo):
   view_info_type: ClassVar = ViewInfoType.DTYPE
   picks = False
 
-  def transform_tensor(self, jax_array):
+  def transform_tensor(self, jax_array: jax.Array) -> jax.Array:
     return lax.complex(jax_array[..., 0], jax_array[..., 1])
 
-  def update_tensor(self, new_value, jax_array):
+  def update_tensor(self, new_value: jax.Array, jax_array: jax.Array) -> jax.Array:
     return jnp.stack([new_value.real, new_value.imag], axis=-1)
 
 
@@ -478,10 +478,10 @@ class ConjugateInfo(ViewInfo):
   view_info_type: ClassVar = ViewInfoType.CONJUGATE
   picks = False
 
-  def transform_tensor(self, jax_array):
+  def transform_tensor(self, jax_array: jax.Array) -> jax.Array:
     return lax.conj(jax_array)
 
-  def update_tensor(self, new_value, jax_array):
+  def update_tensor(self, new_value: jax.Array, jax_array: jax.Array) -> jax.Array:
     return lax.conj(new_value)
 
 
@@ -492,10 +492,10 @@ class NegateInfo(ViewInfo):
   view_info_type: ClassVar = ViewInfoType.NEGATE
   picks = False
 
-  def transform_tensor(self, jax_array):
+  def transform_tensor(self, jax_array: jax.Array) -> jax.Array:
     return lax.neg(jax_array)
 
-  def update_tensor(self, new_value, jax_array):
+  def update_tensor(self, new_value: jax.Array, jax_array: jax.Array) -> jax.Array:
     return lax.neg(new_value)
 
 
@@ -506,13 +506,13 @@ class StopGradientInfo(ViewInfo):
   view_info_type: ClassVar = ViewInfoType.NO_OP
   picks = False
 
-  def transform_tensor(self, jax_array):
+  def transform_tensor(self, jax_array: jax.Array) -> jax.Array:
     return lax.stop_gradient(jax_array)
 
-  def view_numpy(self, array):
+  def view_numpy(self, array: np.ndarray) -> np.ndarray:
     return array
 
-  def update_tensor(self, new_value, jax_array):
+  def update_tensor(self, new_value: jax.Array, jax_array: jax.Array) -> jax.Array:
     # torch does not record a write to a detached tensor.
     return grad_mode.with_derivative_of(jax_array, new_value)
 

@@ -16,6 +16,7 @@ a `shard_map` may omit the axis. A gathered result is varying.
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +52,7 @@ def is_mapped(axis: str) -> bool:
   return True
 
 
-def axes_of(group_name, operation: str) -> Axes:
+def axes_of(group_name: Any, operation: str) -> Axes:
   """Return the mapped axes of a process group; () for a world of one process.
 
   Args:
@@ -199,6 +200,9 @@ def reduce(array: jax.Array, reduction: str, axes: Axes) -> jax.Array:
 
   Raises:
     CollectiveError: the reduction is unknown, or undefined for the dtype.
+
+  >>> reduce(jnp.ones(2), "sum", ())
+  Array([1., 1.], dtype=float32)
   """
   function = _REDUCTIONS.get(reduction.lower())
   if function is None:
@@ -300,8 +304,15 @@ def _c10d_wait_tensors(tensors):
   return list(tensors)
 
 
-def permute(array: jax.Array, destinations: Sequence[int], group_name) -> jax.Array:
+def permute(
+  array: jax.Array, destinations: Sequence[int], group_name: Any
+) -> jax.Array:
   """Send the array of member i to member `destinations[i]`.
+
+  Args:
+    array: an array of any shape, equal for all members.
+    destinations: target of each member, a permutation of them.
+    group_name: name of a group or of an axis, or a group.
 
   Raises:
     CollectiveError: the destinations are not a permutation of the members.

@@ -298,7 +298,12 @@ def _is_integer(seed) -> bool:
 
 
 def initial_seed() -> int:
-  """Return the seed of the root streams, an int in [-2**63, 2**64)."""
+  """Return the seed of the root streams, an int in [-2**63, 2**64).
+
+  >>> manual_seed(7)
+  >>> initial_seed()
+  7
+  """
   return streams_on().seed
 
 
