@@ -95,7 +95,7 @@ def _is_of_module(test: str, module: str) -> bool:
   )
 
 
-def concerned(changed: Iterable[str], root: pathlib.Path = ROOT) -> list[str]:
+def select_tests(changed: Iterable[str], root: pathlib.Path = ROOT) -> list[str]:
   """Return the test files that a change of these files concerns, sorted.
 
   Args:
@@ -126,7 +126,7 @@ def concerned(changed: Iterable[str], root: pathlib.Path = ROOT) -> list[str]:
 def main(arguments: list[str]) -> None:
   """Print the test files, one a line."""
   branch = arguments[0] if arguments else "main"
-  print("\n".join(concerned(changed_files(branch))))
+  print("\n".join(select_tests(changed_files(branch))))
 
 
 if __name__ == "__main__":

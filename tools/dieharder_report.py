@@ -147,7 +147,7 @@ def _failed(runs: Runs) -> list[Row]:
   return [row for run in runs for row in run.rows if row.assessment == FAILED]
 
 
-def repeated(run: Callable[[int], Run]) -> Runs:
+def repeat(run: Callable[[int], Run]) -> Runs:
   """Run a test, and repeat it while a result is weak in all runs and none has failed.
 
   Args:
@@ -335,11 +335,11 @@ def main(argv=None) -> int:
   except FileNotFoundError as error:
     raise SystemExit(str(error)) from None
   # Fail before the runs, not after them, if the page has no markers.
-  tables.written(options.page.read_text(encoding="utf-8"), "dieharder_report")
+  tables.read_table(options.page.read_text(encoding="utf-8"), "dieharder_report")
   found = {}
   for mode in rng_stream.MODES:
     found[mode] = [
-      repeated(functools.partial(_run, mode, index, options.seed))
+      repeat(functools.partial(_run, mode, index, options.seed))
       for index in range(len(TESTS))
     ]
   text = render(found, options.seed, version, sum(os.times()[:4]))

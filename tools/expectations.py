@@ -78,7 +78,7 @@ def read_expectations(path: pathlib.Path) -> list[Expectation]:
   return list(found.values())
 
 
-def judged(
+def judge(
   outcomes: list[Outcome], expectations: list[Expectation]
 ) -> tuple[list[Outcome], list[Expectation]]:
   """Return failures without an expectation, and expectations without a failure."""

@@ -167,7 +167,7 @@ def with_row(page: str, change: Change, items: list[Item]) -> str:
   subject = change.subject.replace("|", "\\|")
   row = [change.name, subject, *[str(count or "") for count in counts], today]
   try:
-    lines = tables.written(page, "port_upstream").splitlines()[2:]
+    lines = tables.read_table(page, "port_upstream").splitlines()[2:]
   except ValueError as error:
     raise PortError(f"{PAGE}: {error}") from None
   rows = [[cell.strip() for cell in line[2:-2].split(" | ")] for line in lines]

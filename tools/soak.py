@@ -106,7 +106,7 @@ def growth(samples: list[Sample]) -> dict[str, float]:
   return rises
 
 
-def exceeded(found: dict[str, float]) -> list[str]:
+def exceeded_limits(found: dict[str, float]) -> list[str]:
   """Return the counts whose peak rises by more than the bound."""
   return [name for name, rise in found.items() if rise > BOUND]
 
@@ -277,8 +277,8 @@ def main(_) -> None:
     picture(samples, pathlib.Path(_PICTURE.value))
   for name, rise in found.items():
     print(f"{UNITS[name]:<24} peak {rise:+.2%}, bound {BOUND:+.0%}")
-  if exceeded(found):
-    sys.exit("grows without end: " + ", ".join(exceeded(found)))
+  if exceeded_limits(found):
+    sys.exit("grows without end: " + ", ".join(exceeded_limits(found)))
 
 
 if __name__ == "__main__":

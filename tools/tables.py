@@ -21,7 +21,7 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
   return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def written(page: str, tool: str) -> str:
+def read_table(page: str, tool: str) -> str:
   """Return the table of a tool in a page.
 
   Raises:
@@ -40,7 +40,7 @@ def insert(page: str, tool: str, table: str) -> str:
   Raises:
     ValueError: the page has no markers.
   """
-  written(page, tool)
+  read_table(page, tool)
   before, marker, rest = page.partition(begin(tool))
   after = rest.partition(END)[2]
   return f"{before}{marker}\n\n{table}\n\n{END}{after}"

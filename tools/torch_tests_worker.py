@@ -65,7 +65,7 @@ def _drop_copied_fixtures(cls: type) -> None:
         delattr(base, name)
 
 
-def sampled(rows: list[str], count: int) -> set[str]:
+def sample(rows: list[str], count: int) -> set[str]:
   """Return `count` rows, chosen by a hash of their names."""
   return set(sorted(rows, key=lambda r: hashlib.sha256(r.encode()).digest())[:count])
 
@@ -185,7 +185,7 @@ def main(arguments: list[str]) -> None:
   tests = tests_of(load(path.stem), file, device)
   rows = set(tests if request["rows"] is None else request["rows"])
   if request["sample"] is not None:
-    rows &= sampled(list(tests), request["sample"])
+    rows &= sample(list(tests), request["sample"])
   chosen = {r: t for r, t in tests.items() if r in rows and r not in request["done"]}
   with open(results, "a", encoding="utf-8") as stream:
     result = Results({test.id(): row for row, test in chosen.items()}, stream)

@@ -25,7 +25,7 @@ from tools.expectations import (
   FAILED,
   InputError,
   Outcome,
-  judged,
+  judge,
   read_expectations,
 )
 
@@ -187,7 +187,7 @@ def main(arguments: list[str]) -> int:
     )
     print(f"{name}: {said or 'no tests'} ({seconds:.0f} s)")
   outcomes = [outcome for file, _ in found.values() for outcome in file]
-  unexpected, stale = judged(outcomes, expectations)
+  unexpected, stale = judge(outcomes, expectations)
   for outcome in unexpected:
     print(f"UNEXPECTED {outcome.row} {outcome.verdict}: {outcome.message}")
   for expected in stale:

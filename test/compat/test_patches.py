@@ -89,7 +89,7 @@ def test_import_replaces_only_listed_objects():
 def test_page_has_the_list():
   page = (source_tree.ROOT / "docs" / "devices.md").read_text()
   made = run("from tools import patch_table; print(patch_table.table())")
-  assert tables.written(page, "patch_table") == made.strip(), (
+  assert tables.read_table(page, "patch_table") == made.strip(), (
     "write it by: python -m tools.patch_table docs/devices.md"
   )
 

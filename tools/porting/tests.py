@@ -12,7 +12,7 @@ from tools.porting.tree import Tree
 _DOCSTRING = '"""Tests that were carried over from upstream."""\n'
 
 
-def mirrored(tree: Tree, path: str) -> str:
+def mirror(tree: Tree, path: str) -> str:
   """Return the file here for a test file of upstream: of its name, else in `ported`."""
   name = path.rpartition("/")[2]
   found = [one for one in tree.paths("test") if one.rpartition("/")[2] == name]
@@ -21,7 +21,7 @@ def mirrored(tree: Tree, path: str) -> str:
 
 def carry(tree: Tree, file: FileChange) -> list[tuple]:
   """Carry the tests of a file; return rows of (verdict, what, place, reason, here)."""
-  target = mirrored(tree, file.path)
+  target = mirror(tree, file.path)
   if file.kind == "deleted":
     return [("meaningless", file.path, file.path, "what upstream drops may stay here")]
   old, new, partial = sides(file)

@@ -61,7 +61,7 @@ def project(tmp_path):
   ],
 )
 def test_a_change_concerns_tests_by_imports_and_name(project, changed, tests):
-  found = changed_tests.concerned([changed], project)
+  found = changed_tests.select_tests([changed], project)
   always = {"test/suites/house/test_style.py"}
   assert set(found) == {f"test/{name}" for name in tests} | always
 

@@ -224,7 +224,7 @@ def _run(*assessments: str, p: float = 0.5) -> Run:
 
 
 def _repeated(*runs: Run) -> list[Run]:
-  return dieharder_report.repeated(lambda attempt: runs[attempt])
+  return dieharder_report.repeat(lambda attempt: runs[attempt])
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_the_program_writes_the_page_and_tells_of_failures(
   )
   page = _page(tmp_path)
   assert dieharder_report.main([str(page), "--seed", "3"]) == status
-  written = tables.written(page.read_text(), "dieharder_report")
+  written = tables.read_table(page.read_text(), "dieharder_report")
   assert f"| all | 4 | 8 | {8 - 4 * status} | 0 | {4 * status} |" in written
   assert "| seed of the report | 3 |" in written
   assert "counter diehard_craps 0: 0.0100" in capsys.readouterr().out
@@ -319,7 +319,7 @@ def test_report_rejects_bad_seed_and_page_without_markers(
 
 def test_dieharder_page_lists_all_tests_and_no_failure():
   page = (ROOT / "docs" / "dieharder.md").read_text(encoding="utf-8")
-  table = tables.written(page, "dieharder_report")
+  table = tables.read_table(page, "dieharder_report")
   for index, test in enumerate(TESTS):
     command, seed = " ".join(test.arguments), dieharder_report.seed_of(index, 0)
     assert table.count(f"`{command}` | {seed} | ") == test.results

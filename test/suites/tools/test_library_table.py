@@ -65,6 +65,6 @@ def test_the_page_has_a_row_for_each_library_that_is_tested():
   for path in ROOT.glob("test/suites/ecosystem/test_*.py"):
     found = re.search(r'^LIBRARY, DISTRIBUTION = "(.+?)", ', path.read_text(), re.M)
     tested |= {found[1]} if found else set()
-  table = tables.written(PAGE.read_text(encoding="utf-8"), "library_table")
+  table = tables.read_table(PAGE.read_text(encoding="utf-8"), "library_table")
   rows = table.splitlines()[2:]
   assert {row.strip("| ").split(" | ")[0].rpartition(" ")[0] for row in rows} == tested

@@ -52,7 +52,7 @@ def test_a_report_without_verdicts_is_refused(tmp_path):
 
 def test_models_page_has_a_row_per_model_and_a_column_per_use():
   page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
-  table = tables.written(page, "model_table")
+  table = tables.read_table(page, "model_table")
   header, _, *rows = table.splitlines()
   titles = [model_table.TITLES.get(way, way) for way in WAYS]
   assert header.strip("| ").split(" | ") == ["model", *titles]

@@ -44,5 +44,5 @@ def test_page_has_a_row_for_each_program():
   titles = set()
   for path in ROOT.glob("test/suites/ecosystem/programs/*.py"):
     titles |= set(re.findall(r'^@program\(\s*"(.+?)"', path.read_text(), re.MULTILINE))
-  table = tables.written(PAGE.read_text(encoding="utf-8"), "program_table")
+  table = tables.read_table(PAGE.read_text(encoding="utf-8"), "program_table")
   assert {row.strip("| ").split(" | ")[0] for row in table.splitlines()[2:]} == titles

@@ -36,7 +36,7 @@ def test_a_report_without_records_is_refused(tmp_path):
 
 def test_the_page_has_a_row_for_each_sampler_and_dtype():
   page = (ROOT / "docs" / "samplers.md").read_text(encoding="utf-8")
-  table = tables.written(page, "sampler_table")
+  table = tables.read_table(page, "sampler_table")
   _, _, *rows = table.splitlines()
   found = {tuple(row.strip("| ").split(" | ")[:2]) for row in rows}
   expected = {(n, jnp.dtype(d).name) for n, r in ROWS.items() for d in r.dtypes}

@@ -30,7 +30,7 @@ def test_growth_is_relative_and_ignores_the_warm_up():
   ],
 )
 def test_a_peak_that_rises_by_more_than_the_bound_is_named(memory, names):
-  assert soak.exceeded(soak.growth(samples(memory, count=500))) == names
+  assert soak.exceeded_limits(soak.growth(samples(memory, count=500))) == names
 
 
 def test_too_few_samples_are_an_error():

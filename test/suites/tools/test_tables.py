@@ -27,10 +27,10 @@ def test_a_table_has_a_line_a_row():
 @pytest.mark.parametrize("tool", PAGES)
 def test_a_table_is_put_where_the_old_one_was(tool):
   page = _page(tool)
-  table = tables.written(page, tool)
+  table = tables.read_table(page, tool)
   assert table.startswith("| ")
   assert tables.insert(page, tool, table) == page
-  assert tables.written(tables.insert(page, tool, "| new |"), tool) == "| new |"
+  assert tables.read_table(tables.insert(page, tool, "| new |"), tool) == "| new |"
 
 
 def test_a_page_without_markers_is_refused():

@@ -217,9 +217,9 @@ def test_classes_of_other_devices_have_no_rows():
 
 def test_a_sample_is_the_same_in_any_order():
   rows = [f"a.py::A::test_{i}" for i in range(100)]
-  chosen = torch_tests_worker.sampled(rows, 10)
+  chosen = torch_tests_worker.sample(rows, 10)
   assert len(chosen) == 10
-  assert torch_tests_worker.sampled(rows[::-1], 10) == chosen
+  assert torch_tests_worker.sample(rows[::-1], 10) == chosen
 
 
 @pytest.mark.parametrize("arguments", [[], ["nowhere"]])

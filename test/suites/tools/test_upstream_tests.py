@@ -151,7 +151,7 @@ def test_a_file_that_does_not_run_fails_alone(tmp_path, capsys, name):
   outcome = expectations.Outcome("test_wrong.py", "did not load")
   (tmp_path / "rows.toml").write_text(row)
   rows = expectations.read_expectations(tmp_path / "rows.toml")
-  assert expectations.judged([outcome], rows) == ([], [])
+  assert expectations.judge([outcome], rows) == ([], [])
 
 
 NO_CHECKOUTS = {
