@@ -76,7 +76,7 @@ def _with_stream(branch: Callable, stream: RngStream, streams: dict, number: int
   """Run a branch with a nested stream, which is stored in `streams[number]`."""
 
   def run(_):
-    streams[number] = stream.nested()
+    streams[number] = stream.nest()
     with rng_scope(streams[number]):
       return branch(_)
 

@@ -234,7 +234,7 @@ def using_enclosing() -> Iterator[None]:
     RngError: the block has advanced a stream; the caller could not learn of it.
   """
   outer = _scopes.get()
-  inner = tuple([(owner, s.nested() if s.is_traced else s) for owner, s in outer])
+  inner = tuple([(owner, s.nest() if s.is_traced else s) for owner, s in outer])
   token = _scopes.set(inner)
   try:
     yield

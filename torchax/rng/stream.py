@@ -194,7 +194,7 @@ class RngStream:
       self.reseed(RngState(key, 0, {} if self.by_site else None))
     return key
 
-  def nested(self) -> "RngStream":
+  def nest(self) -> "RngStream":
     """Return a copy for a trace nested in the owner, with the marks made so far."""
     inner = copy.copy(self)
     inner.counter, inner.marks = self.counter.copy(), dict(self.marks)

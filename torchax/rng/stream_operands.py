@@ -292,11 +292,11 @@ class StreamOperands:
     """Raise unless `name` may use these streams in the current trace."""
     self._first().check(name)
 
-  def nested(self) -> "StreamOperands":
-    """Return a copy for a trace nested in this one; see `RngStream.nested`."""
+  def nest(self) -> "StreamOperands":
+    """Return a copy for a trace nested in this one; see `RngStream.nest`."""
     inner = copy.copy(self)
     inner._streams = {
-      owner: (operand, stream.nested())
+      owner: (operand, stream.nest())
       for owner, (operand, stream) in self._streams.items()
     }
     return inner
