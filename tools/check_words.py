@@ -20,8 +20,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 LONGEST_TEST_NAME = 60
 
 OPENERS = re.compile(
-  r"(What|Who|Whose|Of|That|Has|Have|As|Where|Whether|Without|Is|Are|Goes|Gone|Never"
-  r"|Both)\b"
+  r"(What|Who|Whose|How|Why|Which|When|Of|That|Has|Have|As|Where|Whether|Without|Is"
+  r"|Are|Goes|Gone|Never|Both)\b"
 )
 
 # Phrase -> plain form.

@@ -23,6 +23,7 @@ def found(tmp_path, monkeypatch):
   ("text", "expected"),
   [
     ('"""What a plan is."""\n', [(1, "What"), (1, "What a")]),
+    ('"""How a plan runs."""\n', [(1, "How")]),
     ('"""Plans."""\n', [(1, "Plans.")]),
     ('def f():\n  """Return what is\n  left.\n  """\n', [(2, "what is")]),
     ("x = 1  # nobody reads it anew\n", [(1, "nobody"), (1, "anew")]),
