@@ -58,9 +58,12 @@ def _vary_like(array, like):
 # --- from a size -----------------------------------------------------------------
 
 
-@op(aten.zeros, aten._efficientzerotensor, on_host=_on_host.constant(0))
+@op(aten.zeros, aten.empty, aten._efficientzerotensor, on_host=_on_host.constant(0))
 def _zeros(size, *, dtype=None):
   return _zero_array(size, _dtype_or(dtype, default_float()))
+
+
+_aten_empty = _zeros
 
 
 @op(aten.ones, on_host=_on_host.constant(1))
@@ -87,11 +90,6 @@ def _full(size, fill_value, *, dtype=None):
   return jnp.broadcast_to(value, size)
 
 
-@op(aten.empty, on_host=_on_host.constant(0))
-def _aten_empty(size, *, dtype=None):
-  return _zeros(size, dtype=dtype)
-
-
 @op(aten.empty_permuted)
 def _aten_empty_permuted(size, physical_layout, *, dtype=None):
   return _zeros(size, dtype=dtype)
@@ -110,9 +108,17 @@ def _aten_eye(n, m=None, *, dtype=None):
 # --- like a tensor ---------------------------------------------------------------
 
 
-@op(aten.zeros_like, overwrites=True, on_host=_on_host.constant_like(0))
+@op(
+  aten.zeros_like,
+  aten.empty_like,
+  overwrites=True,
+  on_host=_on_host.constant_like(0),
+)
 def _aten_zeros_like(self, *, dtype=None):
   return _new_zeros(self, self.shape, dtype=dtype)
+
+
+_aten_empty_like = _aten_zeros_like
 
 
 @op(aten.zero, on_host=_on_host.constant_like(0))
@@ -130,14 +136,12 @@ def _aten_full_like(self, fill_value, *, dtype=None):
   return _new_full(self, self.shape, fill_value, dtype=dtype)
 
 
-@op(aten.empty_like, on_host=_on_host.constant_like(0))
-def _aten_empty_like(self, *, dtype=None):
-  return _aten_zeros_like(self, dtype=dtype)
-
-
-@op(aten.new_zeros, on_host=_on_host.new_constant(0))
+@op(aten.new_zeros, aten.new_empty, on_host=_on_host.new_constant(0))
 def _new_zeros(self, size, *, dtype=None):
   return _vary_like(_zero_array(size, _dtype_or(dtype, self.dtype)), self)
+
+
+_new_empty = _new_zeros
 
 
 @op(aten.new_ones, on_host=_on_host.new_constant(1))
@@ -149,11 +153,6 @@ def _new_ones(self, size, *, dtype=None):
 def _new_full(self, size, fill_value, *, dtype=None):
   value = _scalar(fill_value, _dtype_or(dtype, self.dtype))
   return _vary_like(jnp.broadcast_to(value, size), self)
-
-
-@op(aten.new_empty, on_host=_on_host.new_constant(0))
-def _new_empty(self, size, *, dtype=None):
-  return _new_zeros(self, size, dtype=dtype)
 
 
 @op(aten.new_empty_strided)
@@ -384,24 +383,17 @@ def _aten_triu_indices(row, col, offset=0, *, dtype=torch.int64):
 # --- copies ----------------------------------------------------------------------
 
 
-@op(aten.clone, on_host=np.array)
+@op(aten.clone, aten.lift_fresh, aten.lift_fresh_copy, on_host=np.array)
 def _aten_clone(self):
   return self
+
+
+_aten_lift_fresh = _aten_lift_fresh_copy = _aten_clone
 
 
 @op(aten._to_copy, on_host=_on_host.to_copy)
 def _aten__to_copy(self, *, dtype=None):
   return self if dtype is None else cast(self, mappings.t2j_dtype(dtype))
-
-
-@op(aten.lift_fresh)
-def _aten_lift_fresh(self):
-  return self
-
-
-@op(aten.lift_fresh_copy)
-def _aten_lift_fresh_copy(self):
-  return self
 
 
 @op(aten.copy, overwrites=True, on_host=_on_host.copy)
