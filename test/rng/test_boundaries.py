@@ -8,6 +8,7 @@ import jax
 import pytest
 import torch
 import torch.nn.functional as F
+from rng.boundaries import all_equal, drop
 from torch.utils.checkpoint import checkpoint
 
 import torchax
@@ -22,14 +23,6 @@ from torchax.interop import (
 
 def _x(n=6) -> torch.Tensor:
   return torch.arange(1.0, n + 1).to("jax")
-
-
-def _drop(x):
-  return F.dropout(x, 0.5)
-
-
-def _same(first, second) -> bool:
-  return len(first) == len(second) and all(map(torch.equal, first, second))
 
 
 # The user's arguments are unchanged --------------------------------------------------
@@ -53,12 +46,12 @@ def test_static_arguments_count_the_users_arguments():
     outs = [compiled(0.5, x, True, name="b"), compiled(0.25, x, False, name="c")]
     assert seen[-2:] == [(0.5, True, "b"), (0.25, False, "c")]
     torch.manual_seed(0)
-    assert _same(outs, [F.dropout(x, 0.5), x])
+    assert all_equal(outs, [F.dropout(x, 0.5), x])
 
 
 @pytest.mark.parametrize("argnums", [1, (1,)], ids=repr)
 def test_only_the_donated_argument_is_given_away(argnums):
-  compiled = jax_jit(lambda x, y: (_drop(x), y + 1), {"donate_argnums": argnums})
+  compiled = jax_jit(lambda x, y: (drop(x), y + 1), {"donate_argnums": argnums})
   for _ in range(2):
     x, y = _x(64), _x(64)
     array_x, array_y = x.jax(), y.jax()
@@ -70,7 +63,7 @@ def test_only_the_donated_argument_is_given_away(argnums):
 
 
 def test_a_seed_after_donation_still_works():
-  compiled = jax_jit(_drop, {"donate_argnums": 0})
+  compiled = jax_jit(drop, {"donate_argnums": 0})
   first = compiled(_x(64))
   torch.manual_seed(0)
   assert torch.equal(compiled(_x(64)), first)
@@ -88,11 +81,11 @@ def test_shardings_apply_to_the_users_arguments_and_results(whole):
     "in_shardings": sharding if whole else (sharding, {"y": sharding}),
     "out_shardings": sharding if whole else (sharding, None),
   }
-  compiled = jax_jit(lambda x, tree: (_drop(x), tree["y"] * 2), options)
+  compiled = jax_jit(lambda x, tree: (drop(x), tree["y"] * 2), options)
   x = _x(32)
   masked, doubled = compiled(x, {"y": x})
   torch.manual_seed(0)
-  assert torch.equal(masked, _drop(x)) and torch.equal(doubled, x * 2)
+  assert torch.equal(masked, drop(x)) and torch.equal(doubled, x * 2)
   assert masked.jax().sharding.is_equivalent_to(sharding, 1)
 
 
@@ -101,34 +94,34 @@ def test_keyword_arguments_are_operands_as_positional_ones():
 
   def f(x, *, scale, extra=None):
     traces.append(None)
-    return _drop(x) * scale["a"] + (0 if extra is None else extra)
+    return drop(x) * scale["a"] + (0 if extra is None else extra)
 
   compiled = jax_jit(f)
   x = _x(32)
-  expected = [_drop(x) * 2, _drop(x) * 3, _drop(x) * 2 + x]
+  expected = [drop(x) * 2, drop(x) * 3, drop(x) * 2 + x]
   torch.manual_seed(0)
   drawn = [compiled(x, scale={"a": torch.tensor(2.0).to("jax")})]
   drawn += [compiled(x, scale={"a": torch.tensor(3.0).to("jax")})]
   assert len(traces) == 1
   drawn += [compiled(x, scale={"a": torch.tensor(2.0).to("jax")}, extra=x)]
-  assert _same(drawn, expected)
+  assert all_equal(drawn, expected)
 
 
 def test_argnums_of_value_and_grad_count_the_users_arguments():
   def f(x, y):
-    return (2 * x * _drop(torch.ones(6, device="jax")) + 3 * y).sum()
+    return (2 * x * drop(torch.ones(6, device="jax")) + 3 * y).sum()
 
   x, y = _x(), _x() + 1
   for argnums, place in ((0, 0), (1, 1), (-1, 1), ((0, 1), None), ((-1, 0), None)):
     torch.manual_seed(0)
-    mask = _drop(torch.ones(6, device="jax"))
+    mask = drop(torch.ones(6, device="jax"))
     grads = {0: 2 * mask, 1: torch.full_like(y, 3.0), -1: torch.full_like(y, 3.0)}
     torch.manual_seed(0)
     _, found = jax_value_and_grad(f, {"argnums": argnums})(x, y)
     if place is not None:
       assert torch.equal(found, grads[place])
     else:
-      assert _same(list(found), [grads[number] for number in argnums])
+      assert all_equal(list(found), [grads[number] for number in argnums])
 
 
 def test_tensor_passed_twice_has_one_gradient_per_argument():
@@ -245,7 +238,7 @@ def test_gradients_of_closed_over_leaves_reach_the_caller():
     weight = torch.ones(64, device="jax", requires_grad=True)
 
     def step(x):
-      (weight * _drop(x)).sum().backward()
+      (weight * drop(x)).sum().backward()
 
     stepped = wrap(step)
     for _ in range(2):

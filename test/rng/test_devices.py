@@ -12,8 +12,8 @@ import jax
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from jax.sharding import Mesh, PartitionSpec
+from rng.boundaries import drop
 from rng.goodness import require_independent
 
 from torchax.errors import MutationError, RngError
@@ -153,10 +153,6 @@ def _options(*names) -> dict:
   return {"mesh": mesh, "in_specs": (_SPEC,), "out_specs": _SPEC}
 
 
-def _drop(x):
-  return F.dropout(x, 0.5)
-
-
 @pytest.fixture
 def state_stays(env):
   before = env.rng.state.state_dict()
@@ -169,18 +165,18 @@ def state_stays(env):
 )
 def test_another_policy_is_refused_before_anything_is_drawn(state_stays, randomness):
   with pytest.raises(ValueError, match='"different" or "same"'):
-    jax_shard_map(_drop, _options(), randomness=randomness)
+    jax_shard_map(drop, _options(), randomness=randomness)
 
 
 def test_an_axis_that_the_mesh_lacks_is_refused(state_stays):
   with pytest.raises(ValueError, match=r"\['model'\].*mesh has \('data',\)"):
-    jax_shard_map(_drop, _options(), randomness={"model": "same"})
+    jax_shard_map(drop, _options(), randomness={"model": "same"})
 
 
 def test_specs_that_do_not_fit_are_refused(state_stays):
   options = {**_options(), "in_specs": (_SPEC, _SPEC)}
   with pytest.raises(ValueError, match="specs"):
-    jax_shard_map(_drop, options)(torch.ones(4, device="jax"))
+    jax_shard_map(drop, options)(torch.ones(4, device="jax"))
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax_jit], ids=["eager", "jit"])
@@ -189,7 +185,7 @@ def test_a_shard_may_neither_seed_nor_change_outer_tensors(state_stays, wrap):
 
   def seeds(x):
     torch.manual_seed(3)
-    return _drop(x)
+    return drop(x)
 
   def changes(x):
     return noise.uniform_() + x
@@ -209,9 +205,9 @@ def test_shards_that_draw_nothing_leave_the_stream_alone(state_stays):
 
 def test_by_same_a_shard_draws_the_numbers_of_the_stream(env):
   x = torch.ones(64, device="jax")
-  expected = [_drop(x), torch.rand(3, device="jax")]
+  expected = [drop(x), torch.rand(3, device="jax")]
   torch.manual_seed(0)
-  sharded = jax_shard_map(_drop, _options(), randomness="same")
+  sharded = jax_shard_map(drop, _options(), randomness="same")
   assert torch.equal(sharded(x), expected[0])
   assert torch.equal(torch.rand(3, device="jax"), expected[1])
 
@@ -219,11 +215,11 @@ def test_by_same_a_shard_draws_the_numbers_of_the_stream(env):
 def test_by_different_even_one_shard_draws_numbers_of_its_own(env):
   """Otherwise a shard on one device would repeat the numbers of the stream."""
   x = torch.ones(64, device="jax")
-  expected = _drop(x)
+  expected = drop(x)
   torch.manual_seed(0)
   with env.rng.record() as ledger:
-    drawn = jax_shard_map(_drop, _options())(x)
-    again = _drop(x)
+    drawn = jax_shard_map(drop, _options())(x)
+    again = drop(x)
   assert not torch.equal(drawn, expected) and not torch.equal(drawn, again)
   assert env.rng.state.count == 2
   ledger.require_unique()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
+from rng.boundaries import drop
 
 from torchax.errors import MixedDeviceError, MutationError, RngError
 from torchax.interop import (
@@ -22,10 +22,6 @@ def _x() -> torch.Tensor:
 
 def _rand(generator=None) -> torch.Tensor:
   return torch.rand(3, generator=generator, device="jax")
-
-
-def _drop(x):
-  return F.dropout(x, 0.5)
 
 
 def _three(index=3) -> torch.Tensor:
@@ -50,7 +46,7 @@ LOOPS = {
   "fori_loop of tensors": lambda f: fori_loop(0, _three(), lambda i, v: f(v), _x()),
   "while_loop": lambda f: while_loop(lambda v: v.sum() < 9, f, _x()),
   "cond": lambda f: cond(_three() > 0, f, lambda x: x, _x()),
-  "switch": lambda f: switch(_three(0), [f, lambda x: x, _drop], _x()),
+  "switch": lambda f: switch(_three(0), [f, lambda x: x, drop], _x()),
   "jax_vmap": lambda f: jax_vmap(f, randomness="different")(torch.stack([_x(), _x()])),
 }
 each_loop = pytest.mark.parametrize("name", LOOPS)
@@ -69,9 +65,9 @@ def _require_refused(loop, error, match: str | None = None) -> None:
 @each_loop
 def test_a_body_that_seeds_is_refused(name, wrap):
   def body(x):
-    _drop(x)
+    drop(x)
     torch.manual_seed(3)
-    return _drop(x)
+    return drop(x)
 
   _require_refused(lambda: WRAPS[wrap](lambda: LOOPS[name](body)), RngError, "seeds")
 
@@ -82,7 +78,7 @@ def test_an_exception_in_a_body_passes_through(name):
   before = generator.get_state()
 
   def body(x):
-    _drop(x)
+    drop(x)
     if name not in ("while_loop", "fori_loop of tensors"):
       _rand(generator)
     raise KeyError("mine")
@@ -98,7 +94,7 @@ def test_backward_in_a_body_is_refused(name):
 
   def body(x):
     with torch.enable_grad():
-      (_drop(weight) * x).sum().backward()
+      (drop(weight) * x).sum().backward()
     return x
 
   with torch.no_grad():
@@ -116,7 +112,7 @@ UNKNOWN = ("while_loop", "fori_loop of tensors")
 def test_a_generator_in_a_loop_of_unknown_length_is_refused(name, wrap):
   generator = torch.Generator().manual_seed(2)
   before = generator.get_state()
-  body = lambda x: _drop(x) + _rand(generator)  # noqa: E731
+  body = lambda x: drop(x) + _rand(generator)  # noqa: E731
   loop = lambda: WRAPS[wrap](lambda: LOOPS[name](body))  # noqa: E731
   _require_refused(loop, RngError, "Generator.*length is not known.*`scan`")
   assert torch.equal(generator.get_state(), before)
@@ -125,23 +121,23 @@ def test_a_generator_in_a_loop_of_unknown_length_is_refused(name, wrap):
 @each_wrap
 def test_a_condition_of_while_loop_that_draws_is_refused(wrap):
   def is_open(x):
-    return _drop(x).sum() < 2
+    return drop(x).sum() < 2
 
-  loop = lambda: WRAPS[wrap](lambda: while_loop(is_open, _drop, _x()))  # noqa: E731
+  loop = lambda: WRAPS[wrap](lambda: while_loop(is_open, drop, _x()))  # noqa: E731
   _require_refused(loop, RngError, "condition of while_loop draws")
 
 
 def _shrinking(x):
-  return _drop(x)[:2]
+  return drop(x)[:2]
 
 
 WRONG = {
   "scan without a pair": (
-    lambda: scan(lambda c, _: _drop(c), _x(), length=2),
+    lambda: scan(lambda c, _: drop(c), _x(), length=2),
     TypeError,
   ),
   "scan with a triple": (
-    lambda: scan(lambda c, _: (_drop(c), c, c), _x(), length=2),
+    lambda: scan(lambda c, _: (drop(c), c, c), _x(), length=2),
     TypeError,
   ),
   "scan with another carry": (
@@ -153,26 +149,26 @@ WRONG = {
   "cond with unequal results": (lambda: LOOPS["cond"](_shrinking), TypeError),
   "switch with unequal results": (lambda: LOOPS["switch"](_shrinking), TypeError),
   "while_loop with a number for a condition": (
-    lambda: while_loop(lambda x: x.sum(), _drop, _x()),
+    lambda: while_loop(lambda x: x.sum(), drop, _x()),
     TypeError,
   ),
   "no function": (lambda: scan(_x(), _x(), length=2), TypeError),
   "no branches": (lambda: switch(_three(), [], _x()), ValueError),
-  "no length": (lambda: scan(lambda c, x: (_drop(c), None), _x()), ValueError),
+  "no length": (lambda: scan(lambda c, x: (drop(c), None), _x()), ValueError),
   "another length": (
-    lambda: scan(lambda c, x: (_drop(c), None), _x(), _x(), length=2),
+    lambda: scan(lambda c, x: (drop(c), None), _x(), _x(), length=2),
     ValueError,
   ),
   "unequal lengths": (
-    lambda: scan(lambda c, x: (_drop(c), None), _x(), [_x(), _x()[:2]]),
+    lambda: scan(lambda c, x: (drop(c), None), _x(), [_x(), _x()[:2]]),
     ValueError,
   ),
   "xs without dimensions": (
-    lambda: scan(lambda c, x: (_drop(c), None), _x(), _three()),
+    lambda: scan(lambda c, x: (drop(c), None), _x(), _three()),
     ValueError,
   ),
   "xs on the CPU": (
-    lambda: scan(lambda c, x: (_drop(c), None), _x(), torch.ones(2)),
+    lambda: scan(lambda c, x: (drop(c), None), _x(), torch.ones(2)),
     MixedDeviceError,
   ),
 }
@@ -191,7 +187,7 @@ def test_a_loop_works_after_it_was_refused(env):
   def body(carry, _):
     if seeds:
       torch.manual_seed(3)
-    return _drop(carry), _rand()
+    return drop(carry), _rand()
 
   _require_refused(lambda: scan(body, _x(), length=2), RngError)
   seeds.clear()

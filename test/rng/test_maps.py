@@ -7,7 +7,7 @@ row in `test_rows.py`.
 import jax
 import pytest
 import torch
-import torch.nn.functional as F
+from rng.boundaries import all_equal, drop, from_seed, identity
 from rng.unrolled import scan_unrolled, vmap_unrolled
 
 from torchax.errors import MutationError, RngError
@@ -30,32 +30,9 @@ def _rand() -> torch.Tensor:
   return torch.rand(4, device="jax")
 
 
-def _drop(x):
-  return F.dropout(x, 0.5)
-
-
 def _row(x):
   """Return a row whose arithmetic is exact, so that every bit has to agree."""
-  return _drop(x) + 1, torch.randn(4, device="jax"), _drop(_drop(x * 0.5))
-
-
-def _identity(function):
-  return function
-
-
-def _leaves(tree) -> list[torch.Tensor]:
-  leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, torch.Tensor))
-  return [leaf.detach() for leaf in leaves]
-
-
-def _from_seed(program, *args, **kwargs) -> list[torch.Tensor]:
-  """Return the results of a program from seed 0, and the draw after it."""
-  torch.manual_seed(0)
-  return [*_leaves(program(*args, **kwargs)), _rand()]
-
-
-def _same(first, second) -> bool:
-  return len(first) == len(second) and all(map(torch.equal, first, second))
+  return drop(x) + 1, torch.randn(4, device="jax"), drop(drop(x * 0.5))
 
 
 def _different(function, *args, **kwargs):
@@ -66,7 +43,7 @@ def _different(function, *args, **kwargs):
 
 
 FORMS = {
-  "eager": _identity,
+  "eager": identity,
   "jit": jax_jit,
   "nested jit of checkpoint": lambda f: jax_jit(
     lambda *args: jax_jit(gradient_checkpoint(f))(*args)
@@ -80,10 +57,10 @@ each_form = pytest.mark.parametrize("form", FORMS)
 
 @each_form
 def test_rows_draw_the_numbers_of_their_turns_in_a_loop(form):
-  expected = _from_seed(lambda x: [_rand(), vmap_unrolled(_row)(x)], _x())
+  expected = from_seed(lambda x: [_rand(), vmap_unrolled(_row)(x)], _x())
   program = FORMS[form](lambda x: [_rand(), _different(_row)(x)])
   for _ in range(2):
-    assert _same(_from_seed(program, _x()), expected)
+    assert all_equal(from_seed(program, _x()), expected)
 
 
 def test_row_draws_do_not_depend_on_batch_size_or_other_rows():
@@ -127,8 +104,8 @@ def test_the_number_of_draws_may_depend_on_the_shape_of_a_row(env):
 
   mapped = _different(row)
   for shape in ((2, 3), (3, 1), (2, 3)):
-    expected = _from_seed(vmap_unrolled(row), _x(*shape))
-    assert _same(_from_seed(mapped, _x(*shape)), expected)
+    expected = from_seed(vmap_unrolled(row), _x(*shape))
+    assert all_equal(from_seed(mapped, _x(*shape)), expected)
 
 
 # Nests -------------------------------------------------------------------------------
@@ -139,13 +116,13 @@ def test_nested_rows_draw_the_numbers_of_nested_loops():
 
   def outer(vmap):
     def per_matrix(matrix):
-      return _drop(matrix), vmap(_row)(matrix), _rand()
+      return drop(matrix), vmap(_row)(matrix), _rand()
 
     return vmap(per_matrix)
 
-  expected = _from_seed(outer(vmap_unrolled), x)
-  assert _same(_from_seed(outer(_different), x), expected)
-  assert _same(_from_seed(jax_jit(outer(_different)), x), expected)
+  expected = from_seed(outer(vmap_unrolled), x)
+  assert all_equal(from_seed(outer(_different), x), expected)
+  assert all_equal(from_seed(jax_jit(outer(_different)), x), expected)
 
 
 def test_nested_policies_apply_to_their_own_rows():
@@ -171,27 +148,27 @@ def test_nested_policies_apply_to_their_own_rows():
 def test_rows_in_a_loop_draw_as_loops_in_a_loop():
   def program(scan, vmap):
     def body(carry, x):
-      return vmap(lambda c, x: _drop(c + x))(carry, x), vmap(_row)(x)
+      return vmap(lambda c, x: drop(c + x))(carry, x), vmap(_row)(x)
 
     return lambda x: scan(body, x, torch.stack([x, x + 1]))
 
-  expected = _from_seed(program(scan_unrolled, vmap_unrolled), _x())
+  expected = from_seed(program(scan_unrolled, vmap_unrolled), _x())
   looped = program(scan, _different)
-  assert _same(_from_seed(looped, _x()), expected)
-  assert _same(_from_seed(jax_jit(looped), _x()), expected)
+  assert all_equal(from_seed(looped, _x()), expected)
+  assert all_equal(from_seed(jax_jit(looped), _x()), expected)
 
 
 @pytest.mark.parametrize("wrap", [jax_jit, gradient_checkpoint])
 def test_a_compiled_or_checkpointed_row_draws_the_same(wrap):
-  expected = _from_seed(vmap_unrolled(_row), _x())
-  assert _same(_from_seed(_different(wrap(_row)), _x()), expected)
+  expected = from_seed(vmap_unrolled(_row), _x())
+  assert all_equal(from_seed(_different(wrap(_row)), _x()), expected)
 
 
 # Arguments ---------------------------------------------------------------------------
 
 
 def _pair(x, y):
-  return _drop(x + 2 * y)
+  return drop(x + 2 * y)
 
 
 AXES = {
@@ -207,8 +184,8 @@ AXES = {
 @pytest.mark.parametrize("name", AXES)
 def test_axes_count_the_users_arguments(name):
   axes, args = AXES[name]
-  expected = _from_seed(vmap_unrolled(_pair, **axes), *args)
-  assert _same(_from_seed(_different(_pair, **axes), *args), expected)
+  expected = from_seed(vmap_unrolled(_pair, **axes), *args)
+  assert all_equal(from_seed(_different(_pair, **axes), *args), expected)
 
 
 def test_axes_may_be_trees():
@@ -216,14 +193,14 @@ def test_axes_may_be_trees():
     return {"z": _pair(tree["x"], tree["y"])}
 
   axes = {"in_axes": ({"x": 0, "y": None},), "out_axes": {"z": 1}}
-  expected = _from_seed(vmap_unrolled(_pair, (0, None), 1), _x(), _x()[0])
-  found = _from_seed(_different(pair, **axes), {"x": _x(), "y": _x()[0]})
-  assert _same(found, expected)
+  expected = from_seed(vmap_unrolled(_pair, (0, None), 1), _x(), _x()[0])
+  found = from_seed(_different(pair, **axes), {"x": _x(), "y": _x()[0]})
+  assert all_equal(found, expected)
 
 
 def test_keyword_arguments_are_mapped_over_their_first_dimension():
-  expected = _from_seed(vmap_unrolled(_pair), _x(), _x() + 1)
-  assert _same(_from_seed(_different(_pair), _x(), y=_x() + 1), expected)
+  expected = from_seed(vmap_unrolled(_pair), _x(), _x() + 1)
+  assert all_equal(from_seed(_different(_pair), _x(), y=_x() + 1), expected)
 
 
 def test_the_number_of_rows_may_be_given():
@@ -234,10 +211,10 @@ def test_the_number_of_rows_may_be_given():
 
 def test_rows_can_be_added_up_by_the_name_of_their_axis():
   def row(x):
-    return call_jax(lambda x: jax.lax.psum(x, "rows"), _drop(x))
+    return call_jax(lambda x: jax.lax.psum(x, "rows"), drop(x))
 
   torch.manual_seed(0)
-  total = torch.stack([_drop(x) for x in _x()]).sum(0)
+  total = torch.stack([drop(x) for x in _x()]).sum(0)
   torch.manual_seed(0)
   assert torch.equal(_different(row, axis_name="rows")(_x()), torch.stack([total] * 3))
 
@@ -245,7 +222,7 @@ def test_rows_can_be_added_up_by_the_name_of_their_axis():
 def test_a_key_can_be_an_argument_of_each_row(env):
   def row(x, key):
     with env.rng_scope(key):
-      return _drop(x)
+      return drop(x)
 
   keys = jax.random.split(jax.random.key(5), 3)
   mapped = jax_vmap(row)(_x(), keys)
@@ -258,18 +235,18 @@ def test_a_key_can_be_an_argument_of_each_row(env):
 
 
 def _losses(vmap, weight, x):
-  return vmap(lambda x: (_drop(torch.tanh(x * weight)) * _rand()).sum())(x)
+  return vmap(lambda x: (drop(torch.tanh(x * weight)) * _rand()).sum())(x)
 
 
-@pytest.mark.parametrize("wrap", [_identity, jax_jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("wrap", [identity, jax_jit], ids=["eager", "jit"])
 def test_gradients_of_rows_equal_the_loop(wrap):
   def run(wrap, vmap):
     weight, x = (t.requires_grad_() for t in (_x(4) / 4, _x() / 12))
     loss = wrap(lambda x: _losses(vmap, weight, x).sum())
     return [g for _ in range(2) for g in torch.autograd.grad(loss(x), [weight, x])]
 
-  expected = _from_seed(run, _identity, vmap_unrolled)
-  found = _from_seed(run, wrap, _different)
+  expected = from_seed(run, identity, vmap_unrolled)
+  found = from_seed(run, wrap, _different)
   assert torch.equal(found[-1], expected[-1])
   for one, other in zip(found, expected):
     torch.testing.assert_close(one.cpu(), other.cpu())
@@ -281,9 +258,9 @@ def test_gradients_of_rows_by_jax_equal_the_loop():
     return jax_value_and_grad(loss, {"argnums": (0, 1)})
 
   weight, x = _x(4) / 4, _x() / 12
-  expected = _from_seed(step(vmap_unrolled), weight, x)
-  for wrap in (_identity, jax_jit):
-    found = _from_seed(wrap(step(_different)), weight, x)
+  expected = from_seed(step(vmap_unrolled), weight, x)
+  for wrap in (identity, jax_jit):
+    found = from_seed(wrap(step(_different)), weight, x)
     assert torch.equal(found[-1], expected[-1])
     for one, other in zip(found, expected):
       torch.testing.assert_close(one.cpu(), other.cpu())
@@ -291,9 +268,9 @@ def test_gradients_of_rows_by_jax_equal_the_loop():
 
 def test_gradients_for_each_row_have_the_mask_of_their_row():
   """Per-example gradients: `jax_vmap` around `jax_value_and_grad`."""
-  step = jax_value_and_grad(lambda x: (_drop(x) * x).sum())
-  expected = _from_seed(vmap_unrolled(step), _x())
-  assert _same(_from_seed(_different(step), _x())[1:], expected[1:])
+  step = jax_value_and_grad(lambda x: (drop(x) * x).sum())
+  expected = from_seed(vmap_unrolled(step), _x())
+  assert all_equal(from_seed(_different(step), _x())[1:], expected[1:])
 
 
 # "same" and "error" ------------------------------------------------------------------
@@ -314,7 +291,7 @@ def test_by_same_all_rows_draw_as_one_row(env, form):
 def test_by_default_a_draw_is_refused_and_nothing_is_drawn(env, form):
   generator = torch.Generator().manual_seed(1)
   states = env.rng.state.state_dict(), generator.get_state()
-  for draw in (_drop, lambda x: torch.rand(4, generator=generator, device="jax") + x):
+  for draw in (drop, lambda x: torch.rand(4, generator=generator, device="jax") + x):
     for mapped in (jax_vmap(draw), jax_vmap(draw, randomness="error")):
       with pytest.raises(RngError, match='randomness="different".*randomness="same"'):
         FORMS[form](mapped)(_x())
@@ -329,14 +306,14 @@ def test_by_default_a_function_that_draws_nothing_is_mapped():
 @pytest.mark.parametrize("word", ["Different", None, 0, {"rows": "same"}], ids=repr)
 def test_another_policy_is_refused_before_anything_runs(word):
   with pytest.raises(ValueError, match='"error", "different" or "same"'):
-    jax_vmap(_drop, randomness=word)
+    jax_vmap(drop, randomness=word)
 
 
 @pytest.mark.parametrize("policy", ["different", "same"])
 def test_a_row_that_changes_a_closed_over_tensor_is_refused(env, policy):
   noise = torch.zeros(4, device="jax")
   before = env.rng.state.state_dict()
-  for wrap in (_identity, jax_jit):
+  for wrap in (identity, jax_jit):
     with pytest.raises(MutationError, match="jax_vmap changes 1 tensor"):
       wrap(jax_vmap(lambda x: noise.uniform_() + x, randomness=policy))(_x())
   assert env.rng.state.state_dict() == before and not noise.any()
@@ -352,7 +329,7 @@ def test_rows_of_different_lengths_are_refused(env):
 # Generators --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wrap", [_identity, jax_jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("wrap", [identity, jax_jit], ids=["eager", "jit"])
 def test_a_generator_draws_in_rows_as_in_a_loop(wrap):
   def run(wrap, vmap):
     generators = [torch.Generator().manual_seed(n) for n in (1, 2)]
@@ -362,12 +339,12 @@ def test_a_generator_draws_in_rows_as_in_a_loop(wrap):
       return x * 0 + one, other, _rand(), torch.rand_like(x, generator=generators[0])
 
     program = wrap(vmap(row))
-    drawn = [*_from_seed(program, _x()), *_from_seed(program, _x())]
+    drawn = [*from_seed(program, _x()), *from_seed(program, _x())]
     return drawn, [generator.get_state() for generator in generators]
 
-  expected, states = run(_identity, vmap_unrolled)
+  expected, states = run(identity, vmap_unrolled)
   drawn, after = run(wrap, _different)
-  assert _same(drawn, expected) and _same(after, states)
+  assert all_equal(drawn, expected) and all_equal(after, states)
 
 
 def test_a_generator_by_same_draws_once_for_all_rows():
@@ -381,7 +358,7 @@ def test_a_generator_by_same_draws_once_for_all_rows():
 
 def test_no_rows_draw_nothing(env):
   before = env.rng.state.state_dict()
-  assert _different(_drop)(_x()[:0]).shape == (0, 4)
+  assert _different(drop)(_x()[:0]).shape == (0, 4)
   assert env.rng.state.state_dict() == before
 
 

@@ -3,7 +3,7 @@
 import jax
 import pytest
 import torch
-import torch.nn.functional as F
+from rng.boundaries import drop
 from torch.utils.checkpoint import checkpoint
 
 import torchax
@@ -32,10 +32,6 @@ def _x(n=4) -> torch.Tensor:
   return torch.arange(1.0, n + 1).to("jax")
 
 
-def _drop(x):
-  return F.dropout(x, 0.5)
-
-
 def _net() -> torch.nn.Module:
   layers = [torch.nn.Linear(4, 4), torch.nn.Dropout(0.5), torch.nn.RReLU()]
   return torch.nn.Sequential(*layers, torch.nn.Dropout(0.1)).to("jax")
@@ -53,17 +49,17 @@ GENERATOR = torch.Generator().manual_seed(0)
 
 SOUND = {
   "nothing": lambda env: lambda x: x * 2,
-  "draws": lambda env: lambda x: _drop(_drop(x)) + torch.randn(4, device="jax"),
+  "draws": lambda env: lambda x: drop(drop(x)) + torch.randn(4, device="jax"),
   "a module": lambda env: _net(),
   "a jitted module": lambda env: JittableModule(_net()),
-  "nested": lambda env: jax_jit(lambda x: jax_jit(_drop)(_drop(x))),
-  "checkpoint": lambda env: lambda x: gradient_checkpoint(_drop)(_drop(x)),
-  "torch's checkpoint": lambda env: lambda x: checkpoint(_drop, x, use_reentrant=False),
-  "gradient": lambda env: lambda x: jax_value_and_grad(lambda x: _drop(x).sum())(x)[1],
-  "scan": lambda env: lambda x: scan(lambda c, _: (_drop(c), _drop(c)), x, length=3)[1],
+  "nested": lambda env: jax_jit(lambda x: jax_jit(drop)(drop(x))),
+  "checkpoint": lambda env: lambda x: gradient_checkpoint(drop)(drop(x)),
+  "torch's checkpoint": lambda env: lambda x: checkpoint(drop, x, use_reentrant=False),
+  "gradient": lambda env: lambda x: jax_value_and_grad(lambda x: drop(x).sum())(x)[1],
+  "scan": lambda env: lambda x: scan(lambda c, _: (drop(c), drop(c)), x, length=3)[1],
   "nested loops": lambda env: (
     lambda x: fori_loop(
-      0, 3, lambda i, c: scan(lambda d, _: (_drop(d), None), c, length=2)[0], x
+      0, 3, lambda i, c: scan(lambda d, _: (drop(d), None), c, length=2)[0], x
     )
   ),
   "while_loop": lambda env: (
@@ -71,10 +67,8 @@ SOUND = {
       lambda v: v.sum() < 90, lambda v: v + torch.rand(4, device="jax"), x
     )
   ),
-  "branches": lambda env: (
-    lambda x: cond(x.sum() > 0, _drop, lambda x: _drop(_drop(x)), x)
-  ),
-  "vmap": lambda env: lambda x: jax_vmap(_drop, randomness="different")(x.view(2, 2)),
+  "branches": lambda env: lambda x: cond(x.sum() > 0, drop, lambda x: drop(drop(x)), x),
+  "vmap": lambda env: lambda x: jax_vmap(drop, randomness="different")(x.view(2, 2)),
   "a generator": lambda env: (
     lambda x: (
       torch.rand(4, device="jax", generator=GENERATOR)

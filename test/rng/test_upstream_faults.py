@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 import torch
 import torch.nn.functional as F
+from rng.boundaries import drop
 from torch.utils.checkpoint import checkpoint
 
 from torchax.errors import TracedDrawError
@@ -37,10 +38,6 @@ def _ones(n=N) -> torch.Tensor:
   return torch.ones(n, device="jax")
 
 
-def _drop(x):
-  return F.dropout(x, 0.5)
-
-
 def _state(env) -> dict:
   return env.rng.state.state_dict()
 
@@ -54,30 +51,30 @@ def _on_thread(function):
 
 
 def test_raw_jit_of_jax_view_raises_instead_of_baking_a_mask(env):
-  compiled = jax.jit(jax_view(_drop))
+  compiled = jax.jit(jax_view(drop))
   before = _state(env)
   for _ in range(2):
     with pytest.raises(TracedDrawError, match="rng=key"):
       compiled(jnp.ones(N))
   assert _state(env) == before
-  assert set(_drop(_ones()).tolist()) == {0.0, 2.0}  # eager draws continue
+  assert set(drop(_ones()).tolist()) == {0.0, 2.0}  # eager draws continue
 
 
 def test_raw_jit_of_a_jax_view_takes_the_key_as_an_operand():
-  compiled = jax.jit(jax_view(_drop))
+  compiled = jax.jit(jax_view(drop))
   keys = [jax.random.key(seed) for seed in (0, 1)]
   masks = [compiled(jnp.ones(N), rng=key) for key in keys]
   assert not jnp.array_equal(*masks)
   assert jnp.array_equal(masks[0], compiled(jnp.ones(N), rng=keys[0]))
   assert compiled._cache_size() == 1
-  jaxpr = jax.make_jaxpr(jax_view(_drop))(jnp.ones(N), rng=keys[0]).jaxpr
+  jaxpr = jax.make_jaxpr(jax_view(drop))(jnp.ones(N), rng=keys[0]).jaxpr
   assert "key<fry>[]" in [str(var.aval) for var in jaxpr.invars]
 
 
 def test_jitted_function_called_twice_in_another_has_two_masks():
-  inner = jax_jit(_drop)
+  inner = jax_jit(drop)
   x = _ones()
-  expected = [_drop(x), _drop(x)]
+  expected = [drop(x), drop(x)]
   torch.manual_seed(0)
   masks = jax_jit(lambda x: (inner(x), inner(x)))(x)
   assert not torch.equal(*masks)
@@ -85,7 +82,7 @@ def test_jitted_function_called_twice_in_another_has_two_masks():
 
 
 def test_gradient_checkpoint_twice_uses_two_masks_in_backward():
-  block = gradient_checkpoint(_drop)
+  block = gradient_checkpoint(drop)
 
   def loss(x, y):
     first, second = block(x), block(y)
@@ -99,12 +96,12 @@ def test_gradient_checkpoint_twice_uses_two_masks_in_backward():
   # On ones, the output of dropout is its scaled mask, which is also its gradient.
   assert all(map(torch.equal, forward, grads))
   torch.manual_seed(0)
-  assert all(map(torch.equal, forward, [_drop(x), _drop(x)]))
+  assert all(map(torch.equal, forward, [drop(x), drop(x)]))
 
 
 def test_gradient_checkpoint_recomputes():
   """Otherwise the test above would not cover the recomputation."""
-  block = gradient_checkpoint(lambda x: torch.sin(_drop(x)))
+  block = gradient_checkpoint(lambda x: torch.sin(drop(x)))
   step = jax_jit(jax_value_and_grad(lambda x: block(x).sum()))
   jaxpr = str(step.trace(_ones()).jaxpr)
   assert "remat" in jaxpr or "checkpoint" in jaxpr
@@ -114,12 +111,12 @@ def test_gradient_checkpoint_recomputes():
 def test_eval_shape_leaves_the_state_untouched(env):
   before = _state(env)
   key = jax.random.key(0)
-  for function in (_drop, jax_jit(_drop), gradient_checkpoint(_drop)):
+  for function in (drop, jax_jit(drop), gradient_checkpoint(drop)):
     out = jax.eval_shape(jax_view(function), jnp.ones(N), rng=key)
     assert out.shape == (N,)
     with pytest.raises(TracedDrawError):
       jax.eval_shape(jax_view(function), jnp.ones(N))
-  jax.eval_shape(functional_rng(_drop), env.rng.state, jnp.ones(N))
+  jax.eval_shape(functional_rng(drop), env.rng.state, jnp.ones(N))
   assert _state(env) == before
   assert is_typed_key(env.rng.state.key) and isinstance(env.rng.state.count, int)
 
@@ -127,17 +124,17 @@ def test_eval_shape_leaves_the_state_untouched(env):
 def test_make_jaxpr_leaves_the_state_untouched(env):
   before = _state(env)
   key = jax.random.key(0)
-  for function in (_drop, jax_jit(_drop), gradient_checkpoint(_drop)):
+  for function in (drop, jax_jit(drop), gradient_checkpoint(drop)):
     jaxpr = jax.make_jaxpr(jax_view(function))(jnp.ones(N), rng=key)
     assert "random_unwrap" in str(jaxpr)
     with pytest.raises(TracedDrawError):
       jax.make_jaxpr(jax_view(function))(jnp.ones(N))
-  jax.make_jaxpr(functional_rng(_drop))(env.rng.state, jnp.ones(N))
+  jax.make_jaxpr(functional_rng(drop))(env.rng.state, jnp.ones(N))
   assert _state(env) == before
 
 
 def test_tracing_and_lowering_leave_the_state_untouched(env):
-  compiled = jax_jit(_drop)
+  compiled = jax_jit(drop)
   x = _ones()
   before = _state(env)
   compiled.trace(x)
@@ -145,7 +142,7 @@ def test_tracing_and_lowering_leave_the_state_untouched(env):
   assert _state(env) == before
   first = compiled(x)
   torch.manual_seed(0)
-  assert torch.equal(first, _drop(x))
+  assert torch.equal(first, drop(x))
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -156,7 +153,7 @@ def test_torch_checkpoint_has_the_backward_mask_of_the_forward(
   with env if inside else env.disabled():
     x = _ones().requires_grad_()
     # x * dropout(1): the gradient needs the mask of the recomputed forward pass.
-    y = checkpoint(lambda x: x * _drop(_ones()), x, use_reentrant=use_reentrant)
+    y = checkpoint(lambda x: x * drop(_ones()), x, use_reentrant=use_reentrant)
     torch.rand(3, device="jax")  # the stream advances before the backward pass
     y.sum().backward()
   assert set(y.tolist()) == {0.0, 2.0}
@@ -166,9 +163,9 @@ def test_torch_checkpoint_has_the_backward_mask_of_the_forward(
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_torch_checkpoint_backward_does_not_move_the_stream(env, use_reentrant):
   x = _ones().requires_grad_()
-  expected = [_drop(_ones()), torch.rand(3, device="jax")]
+  expected = [drop(_ones()), torch.rand(3, device="jax")]
   torch.manual_seed(0)
-  y = checkpoint(lambda x: x * _drop(_ones()), x, use_reentrant=use_reentrant)
+  y = checkpoint(lambda x: x * drop(_ones()), x, use_reentrant=use_reentrant)
   y.sum().backward()
   assert torch.equal(y.detach(), expected[0])
   assert torch.equal(torch.rand(3, device="jax"), expected[1])
@@ -176,7 +173,7 @@ def test_torch_checkpoint_backward_does_not_move_the_stream(env, use_reentrant):
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_torch_checkpoint_twice_uses_two_masks_in_backward(use_reentrant):
-  block = lambda x: x * _drop(_ones())  # noqa: E731
+  block = lambda x: x * drop(_ones())  # noqa: E731
   first, second = _ones().requires_grad_(), _ones().requires_grad_()
   outs = [checkpoint(block, x, use_reentrant=use_reentrant) for x in (first, second)]
   sum(outs).sum().backward()
@@ -188,7 +185,7 @@ def test_torch_checkpoint_twice_uses_two_masks_in_backward(use_reentrant):
 def test_torch_checkpoint_in_a_compiled_function_has_one_mask(env):
   def masks():
     x = _ones().requires_grad_()
-    y = checkpoint(lambda x: x * _drop(_ones()), x, use_reentrant=False)
+    y = checkpoint(lambda x: x * drop(_ones()), x, use_reentrant=False)
     return y.detach(), torch.autograd.grad(y.sum(), x)[0]
 
   expected = masks()
@@ -253,9 +250,9 @@ def test_exponential_and_cauchy_are_random(name, wrap):
 
 
 def test_two_threads_have_two_streams():
-  here = _drop(_ones())
-  there = _on_thread(lambda: _drop(_ones()))
-  elsewhere = _on_thread(lambda: _drop(_ones()))
+  here = drop(_ones())
+  there = _on_thread(lambda: drop(_ones()))
+  elsewhere = _on_thread(lambda: drop(_ones()))
   assert len({tuple(mask.tolist()) for mask in (here, there, elsewhere)}) == 3
 
 
@@ -271,10 +268,10 @@ def test_static_argnums_count_the_users_arguments(argnums):
 
 
 TURNS = {
-  "fori_loop": lambda x: fori_loop(0, 3, lambda i, x: _drop(x), x),
-  "scan": lambda x: scan(lambda x, _: (_drop(x), None), x, length=3)[0],
+  "fori_loop": lambda x: fori_loop(0, 3, lambda i, x: drop(x), x),
+  "scan": lambda x: scan(lambda x, _: (drop(x), None), x, length=3)[0],
   "cond": lambda x: cond(
-    x.sum() > 0, lambda x: _drop(_drop(_drop(x))), lambda x: _drop(x), x
+    x.sum() > 0, lambda x: drop(drop(drop(x))), lambda x: drop(x), x
   ),
   "ScannedModule": lambda x: ScannedModule([torch.nn.Dropout(0.5)] * 3)(x),
 }
@@ -285,7 +282,7 @@ TURNS = {
 def test_a_body_that_draws_has_a_mask_of_its_own_in_each_turn(env, name, wrap):
   out = wrap(TURNS[name])(_ones(512))
   torch.manual_seed(0)
-  assert torch.equal(out, _drop(_drop(_drop(_ones(512)))))
+  assert torch.equal(out, drop(drop(drop(_ones(512)))))
   # One mask for all iterations would keep a half, three masks keep an eighth.
   assert 0.06 < (out != 0).float().mean().item() < 0.2
   assert _state(env)["count"] == 3
@@ -294,9 +291,9 @@ def test_a_body_that_draws_has_a_mask_of_its_own_in_each_turn(env, name, wrap):
 def test_rows_of_a_vmap_have_the_masks_that_are_declared(env):
   rows = torch.ones(4, N, device="jax")
   with pytest.raises(TracedDrawError, match='jax_vmap.*randomness="different"'):
-    jax.vmap(jax_view(_drop))(rows.jax())
-  different = jax_vmap(_drop, randomness="different")(rows)
-  same = jax_vmap(_drop, randomness="same")(rows)
+    jax.vmap(jax_view(drop))(rows.jax())
+  different = jax_vmap(drop, randomness="different")(rows)
+  same = jax_vmap(drop, randomness="same")(rows)
   assert len({tuple(row) for row in different.tolist()}) == 4
   assert len({tuple(row) for row in same.tolist()}) == 1
 
