@@ -246,7 +246,7 @@ def test_residuals_and_arguments_are_freed_by_backward():
   batch = torch.ones(6, 4, device="jax")
   loss = jax_jit(lambda x, batch: torch.tanh(x * batch).sum())(x, batch)
   (saved,) = loss.grad_fn.saved_tensors
-  kept = [weakref.ref(saved.residuals[0]), weakref.ref(batch)]
+  kept = [weakref.ref(saved.content[0][0]), weakref.ref(batch)]
   del saved, batch
   assert all(reference() is not None for reference in kept)
   loss.backward()

@@ -6,7 +6,7 @@ this module: torch's backward formulas for them are ATen operations too.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -179,7 +179,11 @@ class _Call(torch_compat.OwnFunction):
     structure.append(treedef)
     ctx.function, ctx.env = function, env
     ctx.shapes = [(leaf.shape, leaf.dtype) for leaf in leaves]
-    _save(ctx, tensors, pullback)
+    if pullback is None or torch_compat.has_saved_tensors_hooks():
+      save(ctx, pullback, tensors)
+    else:
+      # Residuals do not change with the tensors, so those may be changed in place.
+      save(ctx, (pullback, [(tensor, tensor._version) for tensor in tensors]))
     # `backward` creates the zeros it needs, on the devices of the results.
     ctx.set_materialize_grads(False)
     outputs = tuple([new_tensor(leaf, env) for leaf in leaves])
@@ -196,38 +200,50 @@ class _Call(torch_compat.OwnFunction):
       for grad, (shape, dtype) in zip(grads, ctx.shapes)
       if jnp.issubdtype(dtype, jnp.inexact)
     ]
-    results = iter(_gradients(ctx, *_saved(ctx), cotangents))
+    pullback, tensors = load_saved(ctx)
+    if tensors is None:
+      pullback, versions = pullback
+      tensors = _unchanged(versions)
+    results = iter(_gradients(ctx, tensors, pullback, cotangents))
     wanted = ctx.needs_input_grad[2:]
     return None, None, *[next(results) if want else None for want in wanted]
 
 
-def _save(ctx, tensors, pullback) -> None:
-  """Save the tensors and the residuals; torch frees them after the backward pass.
+def save(ctx, content, tensors: Sequence[Tensor] | None = None) -> None:
+  """Save the inputs of a backward pass in its context.
 
-  Residuals do not change with the tensors, so those may be changed in place.
+  Args:
+    ctx: context of a `torch.autograd.Function`.
+    content: any object.
+    tensors: tensors that hooks on saved tensors must see, such as a checkpoint's. If
+      None, torch frees the content after the backward pass, as it frees saved tensors.
   """
-  if pullback is None or torch_compat.has_saved_tensors_hooks():
-    ctx.save_for_backward(*tensors)
-    ctx.pullback, ctx.holds = pullback, False
-  else:
+  ctx.holds = tensors is None
+  if tensors is None:
+    # One tensor with an attribute is cheaper than one tensor per array.
     holder: Any = torch_compat.attribute_holder()
-    holder.tensors = [(tensor, tensor._version) for tensor in tensors]
-    holder.pullback = pullback
+    holder.content = content
     ctx.save_for_backward(holder)
-    ctx.holds = True
+  else:
+    ctx.content = content
+    ctx.save_for_backward(*tensors)
 
 
-def _saved(ctx) -> tuple[list[Tensor], Any]:
-  if not ctx.holds:
-    return ctx.saved_tensors, ctx.pullback
-  (holder,) = ctx.saved_tensors
-  for tensor, version in holder.tensors:
+def load_saved(ctx) -> tuple[Any, Sequence[Tensor] | None]:
+  """Return the content and the tensors passed to `save`."""
+  tensors = ctx.saved_tensors
+  return (tensors[0].content, None) if ctx.holds else (ctx.content, tensors)
+
+
+def _unchanged(versions: list[tuple[Tensor, int]]) -> list[Tensor]:
+  """Return the tensors; raise if one has changed and is to be differentiated."""
+  for tensor, version in versions:
     if torch.is_grad_enabled() and tensor._version != version:
       raise RuntimeError(
         f"A tensor of shape {list(tensor.shape)} has been modified by an inplace "
         "operation, and the derivative of a gradient needs it. Clone it before."
       )
-  return [tensor for tensor, _ in holder.tensors], holder.pullback
+  return [tensor for tensor, _ in versions]
 
 
 def _gradients(ctx, tensors, pullback, cotangents) -> list[Tensor]:

@@ -12,7 +12,6 @@ masks of its forward pass; and one call of `backward` runs one compiled program.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +22,7 @@ from torchax import rng
 from torchax.compat import jax_compat, torch_compat
 from torchax.core import program_limit
 from torchax.core.program_limit import ProgramCache
+from torchax.dispatch import autograd
 from torchax.dispatch.batched_gradients import over_batches
 from torchax.environment import default_env
 from torchax.tensor import Tensor, new_tensor
@@ -191,45 +191,27 @@ def _gradients(outputs, wanted, seeds) -> Sequence[Tensor | None]:
       tensor.grad = gradient
 
 
-def _save(ctx, residuals: list, differentiate: Callable, env) -> None:
-  """Save the inputs of the backward pass in the context; torch frees them with it."""
-  if not torch_compat.has_saved_tensors_hooks():
-    # One tensor with attributes is cheaper than one tensor per residual.
-    holder: Any = torch_compat.attribute_holder()
-    holder.residuals, holder.differentiate = residuals, differentiate
-    ctx.keys = None
-    ctx.save_for_backward(holder)
-    return
-  ctx.differentiate = differentiate
-  # Hooks on saved tensors (a checkpoint, an offloader) must see each residual.
-  ctx.keys = [value if rng.is_typed_key(value) else None for value in residuals]
-  arrays = [v for v, key in zip(residuals, ctx.keys) if key is None]
-  ctx.save_for_backward(*[new_tensor(array, env) for array in arrays])
-
-
-def _saved(ctx) -> tuple[list, Callable]:
-  if ctx.keys is None:
-    (holder,) = ctx.saved_tensors
-    return holder.residuals, holder.differentiate
-  tensors = iter(ctx.saved_tensors)
-  residuals = [next(tensors).jax() if key is None else key for key in ctx.keys]
-  return residuals, ctx.differentiate
-
-
 class _CompiledCall(torch_compat.OwnFunction):
   """Node of torch's graph for one call of a compiled function."""
 
   @staticmethod
   def forward(ctx, tape, arrays, differentiate, *inputs):
     ctx.program, env = tape.program, default_env()
-    _save(ctx, tape.residuals, differentiate, env)
+    residuals, tensors = tape.residuals, None
+    if torch_compat.has_saved_tensors_hooks():
+      tensors = [new_tensor(v, env) for v in residuals if not rng.is_typed_key(v)]
+      residuals = [v if rng.is_typed_key(v) else None for v in residuals]
+    autograd.save(ctx, (residuals, differentiate), tensors)
     ctx.set_materialize_grads(False)
     return tuple([new_tensor(array, env) for array in arrays])
 
   @staticmethod
   @over_batches
   def backward(ctx, *gradients):
-    residuals, differentiate = _saved(ctx)
+    (residuals, differentiate), tensors = autograd.load_saved(ctx)
+    if tensors is not None:
+      remaining = iter(tensors)
+      residuals = [next(remaining).jax() if v is None else v for v in residuals]
     program, env = ctx.program, default_env()
     gradients = [
       new_tensor(jnp.zeros(aval.shape, aval.dtype), env)
