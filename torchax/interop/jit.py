@@ -34,6 +34,7 @@ from torchax.tracing import (
   static_arguments,
 )
 from torchax.tracing.conversions import arrays_of, tensors_of
+from torchax.tracing.effects import Effects
 from torchax.tracing.recorded_calls import RecordedCall, bases_of
 from torchax.tracing.specialization import ORDINARY, with_environments
 from torchax.tracing.trace import Options, Traced
@@ -204,68 +205,54 @@ class Jitted(Generic[P, R]):
       alive: object to keep alive as long as the result may be differentiated.
     """
     leaves, args, kwargs = _flatten(args, kwargs)
+    (out, effects), rng, operands = self._run(leaves, extra, args, kwargs)
+    if active.boundary is not None:
+      for guards in active.boundary.guards_around():
+        guards.guard_on_function(self.traced.guards)
+    if effects is not None:
+      differentiate = None
+      if effects.tape is not None:
+        tensors = self.traced.captures.tensors
+        numbers = host_numbers.current_argument_values()
+        bases = bases_of(leaves)
+        called = RecordedCall(
+          leaves, bases, (args, kwargs), operands, tensors, rng, numbers, alive
+        )
+        differentiate = functools.partial(self._differentiable_gradients, called)
+      out = _apply_effects(effects, out, leaves, applies_effects, differentiate)
+    if type(out) is jax_compat.ArrayImpl:  # typed keys have another class
+      return new_tensor(out, self._env)
+    return tensors_of(grad_mode.stop_gradients(out))
+
+  def _run(self, leaves, extra, args, kwargs) -> tuple:
+    """Run the program; return its result, the random operands and the others."""
     jitted = self._jitted or self._jit_for(len(args))
     traced, pure = self.traced, self._pure
-    out = NotImplemented
     if not pure.generators:  # the common case, without the closure below
       try:
         operands = traced.operands(leaves, extra)
         with current().lock:
           rng = pure.values()
-          captured = operands[0]
-          (out, effects), advance = jitted(rng, operands, *args, **kwargs)
+          result, advance = jitted(rng, operands, *args, **kwargs)
           if advance is not None:
             pure.commit(advance)
+        return result, rng, operands
       except NewOperands as found:
         found.provide()
-    if out is NotImplemented:
 
-      def run(operands):
-        nonlocal rng, captured
-        rng = operands
-        operands = traced.operands(leaves, extra)
-        captured = operands[0]
-        return jitted(rng, operands, *args, **kwargs)
+    def run(rng):
+      operands = traced.operands(leaves, extra)
+      result, advance = jitted(rng, operands, *args, **kwargs)
+      return (result, rng, operands), advance
 
-      out, effects = pure.run(run)
-    if active.boundary is not None:
-      for guards in active.boundary.guards_around():
-        guards.guard_on_function(traced.guards)
-    if effects is not None:
-      bases = bases_of(leaves) if effects.tape is not None else []
-      if applies_effects:
-        effects.apply(leaves)
-      if effects.tape is not None:
-        tensors = traced.captures.tensors
-        called = RecordedCall(
-          leaves, bases, (args, kwargs), tensors, captured, effects.changes,
-          rng, alive, amp.dtype_in_force(), host_numbers.current_argument_values(),
-        )  # fmt: skip
-        differentiate = functools.partial(self._differentiable_gradients, called)
-        results = (out, effects.assigned)
-        out, assigned = autograd_bridge.attach(
-          effects.tape, leaves, results, differentiate
-        )
-        if applies_effects:
-          effects.assign(assigned)
-        if effects.environments:
-          out = with_environments(out, effects.environments)
-        return tensors_of(out)
-      if applies_effects and effects.targets:
-        effects.assign(grad_mode.stop_gradients(effects.assigned))
-      if effects.environments:
-        out = with_environments(grad_mode.stop_gradients(out), effects.environments)
-        return tensors_of(out)
-    if type(out) is jax_compat.ArrayImpl:  # typed keys have another class
-      return new_tensor(out, self._env)
-    return tensors_of(grad_mode.stop_gradients(out))
+    return pure.run(run)
 
   def _differentiable_gradients(self, called, program, gradients):
     """Return differentiable gradients of a recorded call.
 
     Runs the function again, with the same draws.
     """
-    inputs = Partition(called.inputs(), is_array)
+    inputs = Partition(called.inputs(program.written), is_array)
     jitted = program.differentiable.get(inputs)
     if jitted is None:
       static, treedef = inputs.without_arrays(), jax.tree.structure(called.args)
@@ -363,6 +350,20 @@ class Jitted(Generic[P, R]):
       tuple([StaticValue(v) if n in positions else v for n, v in enumerate(args)]),
       {name: StaticValue(v) if name in names else v for name, v in kwargs.items()},
     )
+
+
+def _apply_effects(effects: Effects, out, leaves, applies: bool, differentiate) -> Any:
+  """Apply the effects of a call; return its result, recorded in torch's graph."""
+  if applies:
+    effects.apply(leaves)
+  results = out, effects.assigned
+  if effects.tape is None:
+    out, assigned = grad_mode.stop_gradients(results)
+  else:
+    out, assigned = autograd_bridge.attach(effects.tape, leaves, results, differentiate)
+  if applies and effects.targets:
+    effects.assign(assigned)
+  return with_environments(out, effects.environments) if effects.environments else out
 
 
 def _flatten(args, kwargs):

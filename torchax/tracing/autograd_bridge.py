@@ -21,7 +21,9 @@ from jax.extend import core
 from torchax import rng
 from torchax.compat import jax_compat, torch_compat
 from torchax.core import program_limit
+from torchax.core.boundary import Boundary
 from torchax.core.program_limit import ProgramCache
+from torchax.core.storage import Storage
 from torchax.dispatch import autograd
 from torchax.dispatch.batched_gradients import over_batches
 from torchax.environment import default_env
@@ -44,16 +46,18 @@ class BackwardProgram:
       graphs.
     used: one flag per entry of `arguments`, then of `roots`: the outputs depend on it.
     assigned: targets (`effects.py`) whose tensors follow the result in the outputs.
+    written: outer storages that the function writes.
   """
 
-  def __init__(self, indices, leaves, avals, arguments, roots):
+  def __init__(self, indices, leaves, avals, arguments, roots, assigned, written):
     self.indices: tuple[int, ...] = indices
     self.leaves: tuple[int, ...] = leaves
     self.avals = avals
     self.arguments: tuple[int, ...] = arguments
     self.roots: tuple[Tensor, ...] = roots
     self.used: tuple[bool, ...] = ()
-    self.assigned: tuple = ()
+    self.assigned: tuple = assigned
+    self.written: list[Storage] = written
     # Compiled gradients that are differentiable themselves, by static arguments.
     self.differentiable: ProgramCache = ProgramCache(MOST_DIFFERENTIABLE)
     self._jaxpr = None
@@ -118,18 +122,23 @@ class Tape:
 
 
 def record(
-  outputs: Sequence[Tensor], arguments: dict[int, Tensor], roots: Sequence[Tensor]
+  outputs: Sequence[Tensor],
+  arguments: dict[int, Tensor],
+  boundary: Boundary,
+  assigned: tuple = (),
 ) -> Tape | None:
   """Trace the backward pass of the function that is being traced.
 
   Args:
     outputs: leaves of the function's result.
     arguments: traced argument leaves that require a gradient, by index.
-    roots: outer tensors that the function has read and that require a gradient.
+    boundary: boundary of the trace.
+    assigned: targets whose tensors are the last of the outputs.
 
   Returns:
     None if no output requires a gradient, or the function has freed its graph.
   """
+  roots = tuple((boundary.roots or {}).values())
   wanted = [*arguments.values(), *roots]
   indices: list[int] = []
   leaves: list[int] = []
@@ -140,8 +149,9 @@ def record(
     return None
   recorded = [outputs[index] for index in indices]
   avals = tuple(jax.ShapeDtypeStruct(t.shape, t.jax().dtype) for t in recorded)
+  written = [shadow.storage for shadow in boundary.written()]
   program = BackwardProgram(
-    tuple(indices), tuple(leaves), avals, tuple(arguments), tuple(roots)
+    tuple(indices), tuple(leaves), avals, tuple(arguments), roots, assigned, written
   )
   env = default_env()
 

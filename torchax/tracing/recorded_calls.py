@@ -5,12 +5,15 @@ changed in place since: torch refuses that for saved tensors, and so does this m
 where it cannot give the function the values of the call.
 """
 
+from collections.abc import Container
 from typing import Any, NamedTuple
 
 import jax
+import torch
 
+from torchax.core.storage import Storage
 from torchax.tensor import Tensor, new_tensor
-from torchax.tracing.effects import Change, WriteStorage
+from torchax.tracing.specialization import ORDINARY
 
 
 def bases_of(leaves: list) -> list:
@@ -25,38 +28,37 @@ class RecordedCall(NamedTuple):
     leaves: argument leaves.
     bases: arrays of their storages when the function ran.
     args: arguments with arrays for tensors, (args, kwargs).
+    operands: captured arrays, specialization and numbers (`Traced.operands`).
     tensors: captured tensors.
-    captured: arrays of their storages when the function ran.
-    changes: changes that the call made.
     rng: operands of the random streams.
-    alive: object to keep alive.
-    autocast: dtype of the autocast around the call, or None.
     numbers: values of host numbers.
+    alive: object to keep alive.
   """
 
   leaves: list
   bases: list
   args: tuple
+  operands: tuple
   tensors: list[Tensor]
-  captured: tuple
-  changes: tuple[Change, ...]
   rng: Any
-  alive: Any
-  autocast: Any
   numbers: Any
+  alive: Any
 
-  def inputs(self) -> list:
+  @property
+  def autocast(self) -> torch.dtype | None:
+    """Dtype of the autocast around the call, or None."""
+    return (self.operands[1] or ORDINARY).autocast
+
+  def inputs(self, written: Container[Storage]) -> list:
     """Return the argument leaves, with the values of the call.
+
+    Args:
+      written: outer storages that the call itself has written.
 
     Raises:
       RuntimeError: a tensor that requires a gradient, or a captured one, has changed.
     """
-    written = [
-      change.storage.value
-      for change in self.changes
-      if isinstance(change, WriteStorage)
-    ]
-    for tensor, array in zip(self.tensors, self.captured):
+    for tensor, array in zip(self.tensors, self.operands[0]):
       if tensor._storage.read() is not array and tensor._storage not in written:
         raise _changed(tensor)
     inputs = list(self.leaves)

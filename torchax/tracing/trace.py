@@ -336,10 +336,7 @@ class Traced:
     for index, _ in specialization.same:
       wanted.pop(index, None)
     self._require_no_gradient(effects, inner)
-    tape = autograd_bridge.record(outputs, wanted, list(boundary.roots.values()))
-    if tape is not None:
-      tape.program.assigned = effects.targets
-    return tape
+    return autograd_bridge.record(outputs, wanted, boundary, effects.targets)
 
   def _require_outside_graph(self, boundary: Boundary) -> None:
     """Raise MutationError if an in-place change joined an outer tensor to the graph."""
