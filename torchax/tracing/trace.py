@@ -221,6 +221,41 @@ class Traced:
       raise NewOperands(needs)
     return result, advance
 
+  def _run(self, needs: list[Callable], operands: tuple, *args, **kwargs):
+    captured, specialization, *numbers = operands
+    specialization = specialization or ORDINARY
+    key = specialization.captures
+    tensors = [] if key is None else key.tensors[: len(captured)]
+    grads = {id(t): t.grad for t in tensors if is_trained(t)}
+    lifted = Captured(tensors, grads, tuple(self.captures.gradients))
+    boundary = self._new_boundary(numbers)
+    with self._tracing(boundary, lifted):
+      for tensor, array in zip(tensors, captured):
+        boundary.lift(tensor._storage, array, tensor)
+      inputs, treedef = jax.tree.flatten((args, kwargs))
+      inner = self._wrap(inputs, specialization)
+      born = [
+        (value._storage, value._chain) if isinstance(value, Tensor) else None
+        for value in inner
+      ]
+      out = self._call(inner, treedef, specialization, needs)
+      arrays = arrays_of(out)
+      assigned = self._extract_assigned(boundary)
+      self._detect_gradients(boundary, lifted)
+      changes = collect(self.__name__, boundary, inner, born, specialization, lifted)
+      effects = Effects.of(changes, assigned)
+      effects.environments = environments_of_results(out)
+      if specialization.wants_grad is not None:
+        outputs = jax.tree.leaves(out, is_leaf=is_tensor)
+        outputs += [value for _, value in assigned]
+        effects.tape = self._tape(effects, outputs, inner, specialization, boundary)
+      self._require_outside_graph(boundary)
+    if self.options.lifts:
+      needs += self._needs(boundary, tensors)
+      written = [shadow.storage for shadow in boundary.written()]
+      self.guards.follow_attributes([*self.captures.storages, *written])
+    return arrays, effects.or_none()
+
   def _new_boundary(self, numbers: list) -> Boundary:
     """Return the boundary of a trace; guard on the modules of the function."""
     boundary = Boundary(
@@ -238,15 +273,9 @@ class Traced:
       boundary.numbers = dict(zip(self.numbers.expressions, numbers))
     return boundary
 
-  def _run(self, needs: list[Callable], operands: tuple, *args, **kwargs):
-    captured, specialization, *numbers = operands
-    specialization = specialization or ORDINARY
-    options, captures = self.options, self.captures
-    key = specialization.captures
-    tensors = [] if key is None else key.tensors[: len(captured)]
-    grads = {id(t): t.grad for t in tensors if is_trained(t)}
-    lifted = Captured(tensors, grads, tuple(captures.gradients))
-    boundary = self._new_boundary(numbers)
+  @contextlib.contextmanager
+  def _tracing(self, boundary: Boundary, lifted: Captured) -> Iterator[None]:
+    """Trace inside the block; no traced value stays in modules and optimizers."""
     attributes = boundary.attributes
     with (
       host_operations.guarding_on_reads(),
@@ -255,48 +284,38 @@ class Traced:
       self.guards.watching(attributes.record),
       optimizers.tracing_steps,
     ):
-      for tensor, array in zip(tensors, captured):
-        boundary.lift(tensor._storage, array, tensor)
-      inputs, treedef = jax.tree.flatten((args, kwargs))
-      inner = self._wrap(inputs, specialization)
-      born = [
-        (value._storage, value._chain) if isinstance(value, Tensor) else None
-        for value in inner
-      ]
-      args, kwargs = static_arguments.unbox(jax.tree.unflatten(treedef, inner))
       try:
-        with on_host(self.__name__, self.location, needs):
-          out = self.function(*args, **kwargs)
-        out = static_arguments.box_results(out, self.__name__)
-        arrays = arrays_of(out)
-        assigned = [
-          *attributes.extract(boundary, self.__name__, options.assigns),
-          *optimizer_state.extract(boundary, attributes.states, options.assigns),
-        ]
-        self._detect_gradients(boundary, lifted)
-        changes = collect(self.__name__, boundary, inner, born, specialization, lifted)
-        effects = Effects.of(changes, assigned)
-        effects.environments = environments_of_results(out)
-        if specialization.wants_grad is not None:
-          outputs = jax.tree.leaves(out, is_leaf=is_tensor)
-          outputs += [value for _, value in assigned]
-          effects.tape = self._tape(effects, outputs, inner, specialization, boundary)
-        self._require_outside_graph(boundary)
-      except BaseException as error:
+        yield
+      except BaseException:
         attributes.undo_traced(boundary)
         optimizer_state.undo(attributes.states, has_failed=True)
-        # For a parameter, a leaf outside the trace too, torch's own error is right.
-        is_given = any((specialization.wants_grad or ())[: len(inputs)])
-        if is_given and _LEAF_ERROR in str(error):
-          self._raise_lost_gradient(error)
         raise
       finally:
         drop_traced_grads(boundary, lifted)
-    if options.lifts:
-      needs += self._needs(boundary, tensors)
-      written = [shadow.storage for shadow in boundary.changed_shadows()]
-      self.guards.follow_attributes([*captures.storages, *written])
-    return arrays, effects.or_none()
+
+  def _call(
+    self, inner: list, treedef, specialization: Specialization, needs: list[Callable]
+  ):
+    """Call the function with the argument leaves; return its result, boxed."""
+    args, kwargs = static_arguments.unbox(jax.tree.unflatten(treedef, inner))
+    try:
+      with on_host(self.__name__, self.location, needs):
+        out = self.function(*args, **kwargs)
+    except RuntimeError as error:
+      # For a parameter, a leaf outside the trace too, torch's own error is right.
+      is_given = any((specialization.wants_grad or ())[: len(inner)])
+      if is_given and _LEAF_ERROR in str(error):
+        self._raise_lost_gradient(error)
+      raise
+    return static_arguments.box_results(out, self.__name__)
+
+  def _extract_assigned(self, boundary: Boundary) -> list[tuple]:
+    """Undo the assignments of the trace; return the targets with their tensors."""
+    assigns, attributes = self.options.assigns, boundary.attributes
+    return [
+      *attributes.extract(boundary, self.__name__, assigns),
+      *optimizer_state.extract(boundary, attributes.states, assigns),
+    ]
 
   def record_trace(self, operands, args: tuple, kwargs: dict) -> None:
     """Record the key of a finished trace, to explain the next one."""
