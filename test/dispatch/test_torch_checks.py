@@ -76,8 +76,7 @@ class _Asking(TorchDispatchMode):
     is_asked = func.namespace == "aten" and op and not schema_of(op).written
     error = None
     if is_asked:
-      takes_device = "device" in schema_of(op).names
-      error = torch_checks.refusal(op, args, kwargs, takes_device)
+      error = torch_checks.refusal(op, args, kwargs)
     result = func(*args, **kwargs)
     self.count += bool(is_asked)
     if error is not None:

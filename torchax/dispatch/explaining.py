@@ -6,14 +6,13 @@ Plans and function handlers call `raise_as_torch` when a call has failed.
 import jax
 import torch
 
-from torchax.compat import jax_compat, torch_compat
+from torchax.compat import jax_compat
 from torchax.core import narrowing
 from torchax.core.error_messages import donated_error, leaked_tracer_error
 from torchax.devices import placement
 from torchax.dispatch import compiling, index_checks, torch_checks
 from torchax.errors import MixedDeviceError, WrongDtypeError
 from torchax.registry.operators import Operator
-from torchax.registry.schema import schema_of
 
 EXPLAINED = (
   TypeError,
@@ -59,13 +58,9 @@ def raise_as_torch(error: Exception, op, args, kwargs, operator: Operator) -> No
   is_plain = is_plain and narrowing.REMEDY not in str(error)  # our own message
   if is_plain:
     require_label_dtypes(op, args, kwargs, operator)
-  if is_plain and operator.is_builtin:
+  if is_plain and operator.is_builtin and op is not operator.func:
     # If torch refuses the arguments too, raise its error.
-    if isinstance(op, torch_compat.OpOverload):
-      takes_device = "device" in schema_of(op).names
-      torch_checks.raise_as_torch(op, args, kwargs, takes_device)
-    elif op is not operator.func:
-      torch_checks.raise_as_torch(op, args, kwargs)
+    torch_checks.raise_as_torch(op, args, kwargs)
   if is_plain and _BROADCAST in str(error):
     raise RuntimeError(
       f"{op}: the sizes of the tensors do not match and do not broadcast. {error}"

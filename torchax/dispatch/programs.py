@@ -68,13 +68,12 @@ class Programs:
   def check_with_torch(self, args, kwargs) -> None:
     """Raise torch's error for arguments that torch refuses on every device."""
     lowering = self._lowering
-    if lowering.is_checked:
-      given = (lowering.op, args, kwargs, lowering.takes_device)
-      if torch_checks.refusal(*given) is not None:
-        lowering.require_real(args, kwargs or {})
-        if self._operator.checks.check is None:  # a check tests the dtypes itself
-          explaining.require_label_dtypes(*given[:3], self._operator)
-        torch_checks.raise_as_torch(*given)
+    given = (lowering.op, args, kwargs)
+    if lowering.is_checked and torch_checks.refusal(*given) is not None:
+      lowering.require_real(args, kwargs or {})
+      if self._operator.checks.check is None:  # a check tests the dtypes itself
+        explaining.require_label_dtypes(*given, self._operator)
+      torch_checks.raise_as_torch(*given)
 
   def _compile(self, args, kwargs, key, write=None, sharding=None) -> Program:
     lowering = self._lowering
@@ -82,8 +81,7 @@ class Programs:
     if lowering.is_checked:
       if not torch_checks.is_unchecked(self):
         self.check_with_torch(args, kwargs)
-      given = (lowering.op, args, kwargs, lowering.takes_device)
-      example = torch_checks.Example(self, *given)
+      example = torch_checks.Example(self, lowering.op, args, kwargs)
     function = lowering.program(key, write, example)
     program = compiling.jit_if_possible(function, self._operator, sharding)
     if write is not None or sharding is not None:

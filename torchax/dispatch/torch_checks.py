@@ -20,6 +20,7 @@ from torch.utils import _pytree as torch_pytree
 from torchax.compat import torch_compat
 from torchax.compat.patches import setting
 from torchax.core import mappings
+from torchax.registry.schema import schema_of
 
 # Parts of errors of meta kernels that say nothing about the arguments.
 _META_MESSAGES = ("meta", "Could not run", "PrivateUse1")
@@ -69,15 +70,14 @@ class Example:
 
   Args:
     owner: see `unchecked`.
-    op: an overload, or a composite function of torch.
+    op: an overload.
     args, kwargs: arguments of the call.
-    takes_device: the operation has a `device=` argument.
   """
 
-  __slots__ = ("owner", "op", "given", "takes_device", "_checked")
+  __slots__ = ("owner", "op", "given", "_checked")
 
-  def __init__(self, owner, op, args, kwargs, takes_device: bool = False):
-    self.owner, self.op, self.takes_device = owner, op, takes_device
+  def __init__(self, owner, op, args, kwargs):
+    self.owner, self.op = owner, op
     given = tuple(args), kwargs or {}
     self._checked = _tensor_types(given)
     self.given = _without_tensors(given)
@@ -91,7 +91,7 @@ class Example:
     if is_unchecked(self.owner) or _tensor_types((args, kwargs)) == self._checked:
       return
     args, kwargs = _with_tensors(self.given, (args, kwargs))
-    if refusal(self.op, args, kwargs, self.takes_device) is not None:
+    if refusal(self.op, args, kwargs) is not None:
       raise Refused
 
 
@@ -126,22 +126,28 @@ def _with_tensors(example, given):
   return example
 
 
-def refusal(op, args, kwargs, takes_device: bool = False) -> Exception | None:
+def refusal(op, args, kwargs) -> Exception | None:
   """Return the error of torch's meta kernel; None without an error or a kernel.
 
   Args:
-    op, takes_device: see `Example`.
+    op: an overload, or a composite function of torch.
     args, kwargs: arguments of `op`, with tensors or arrays.
   """
-  if takes_device:
-    kwargs = {**(kwargs or {}), "device": torch.device("meta")}
+  kwargs = _on_device("meta", op, kwargs)
   error = _error_of(op, args, kwargs, _meta, {})
   if error is None or _config.jax_enable_x64:
     return error
   return _common_error(error, _error_of(op, args, kwargs, _meta, _WIDE))
 
 
-def raise_as_torch(op, args, kwargs, takes_device: bool = False) -> None:
+def _on_device(name: str, op, kwargs) -> dict | None:
+  """Return the keyword arguments, with another device for an `op` that takes one."""
+  if isinstance(op, torch_compat.OpOverload) and "device" in schema_of(op).names:
+    return {**(kwargs or {}), "device": torch.device(name)}
+  return kwargs
+
+
+def raise_as_torch(op, args, kwargs) -> None:
   """Raise torch's error for tensors of these shapes and dtypes; return if it has none.
 
   Called for arguments that JAX or a meta kernel has refused: the errors of torch's CPU
@@ -150,10 +156,9 @@ def raise_as_torch(op, args, kwargs, takes_device: bool = False) -> None:
   error of the meta kernel.
   """
   if _count((args, kwargs)) > _MAX_ELEMENTS:
-    error = refusal(op, args, kwargs, takes_device)
+    error = refusal(op, args, kwargs)
   else:
-    if takes_device:
-      kwargs = {**(kwargs or {}), "device": torch.device("cpu")}
+    kwargs = _on_device("cpu", op, kwargs)
     with torch.random.fork_rng(devices=()), warnings.catch_warnings():
       warnings.simplefilter("ignore")
       error = _error_of(op, args, kwargs, _zeros, {})
