@@ -129,32 +129,6 @@ class ArrayFunction:
     return [gradient for gradient, want in zip(found, wanted) if want]
 
 
-class WithNumbers:
-  """`ArrayFunction` with bound numbers: a function of its remaining arguments.
-
-  Calls that differ only in numbers share one program, and autograd sees the tensors
-  only.
-
-  Args:
-    function: function whose leading arguments are numbers.
-    numbers: values of the numbers.
-  """
-
-  def __init__(self, function: ArrayFunction, numbers: tuple):
-    self.saves_residuals = function.saves_residuals
-    self.choose_callable = function.choose_callable
-    self._function, self._numbers = function, numbers
-
-  def value(self, *arrays):
-    return self._function.value(*self._numbers, *arrays)
-
-  def linearize(self, *arrays):
-    return self._function.linearize(*self._numbers, *arrays)
-
-  def gradient(self, wanted: tuple[bool, ...]) -> "WithNumbers":
-    return WithNumbers(self._function.gradient(wanted), self._numbers)
-
-
 def _pull_cotangents(pullback, cotangents):
   return conjugate(pullback(conjugate(cotangents)))
 
@@ -168,16 +142,16 @@ class _Call(torch_compat.OwnFunction):
   """Call of an `ArrayFunction`, as recorded by autograd."""
 
   @staticmethod
-  def forward(ctx, function, structure, *tensors):
+  def forward(ctx, function, numbers, structure, *tensors):
     env = tensors[0]._env
-    arrays, pullback = [t.jax() for t in tensors], None
+    arrays, pullback = [*numbers, *[t.jax() for t in tensors]], None
     if function.saves_residuals:
       out, pullback = function.linearize(*arrays)
     else:
       out = function.value(*arrays)
     leaves, treedef = jax.tree.flatten(out)
     structure.append(treedef)
-    ctx.function, ctx.env = function, env
+    ctx.function, ctx.numbers, ctx.env = function, numbers, env
     ctx.shapes = [(leaf.shape, leaf.dtype) for leaf in leaves]
     if pullback is None or torch_compat.has_saved_tensors_hooks():
       save(ctx, pullback, tensors)
@@ -205,8 +179,8 @@ class _Call(torch_compat.OwnFunction):
       pullback, versions = pullback
       tensors = _unchanged(versions)
     results = iter(_gradients(ctx, tensors, pullback, cotangents))
-    wanted = ctx.needs_input_grad[2:]
-    return None, None, *[next(results) if want else None for want in wanted]
+    wanted = ctx.needs_input_grad[3:]
+    return None, None, None, *[next(results) if want else None for want in wanted]
 
 
 def save(ctx, content, tensors: Sequence[Tensor] | None = None) -> None:
@@ -247,14 +221,14 @@ def _unchanged(versions: list[tuple[Tensor, int]]) -> list[Tensor]:
 
 
 def _gradients(ctx, tensors, pullback, cotangents) -> list[Tensor]:
-  wanted = ctx.needs_input_grad[2:]
-  function, env = ctx.function, ctx.env
+  wanted = ctx.needs_input_grad[3:]
+  function, numbers, env = ctx.function, ctx.numbers, ctx.env
   if torch.is_grad_enabled():  # create_graph: the gradient is differentiated again
-    return call(function.gradient(wanted), [*tensors, *cotangents])
+    return call(function.gradient(wanted), [*tensors, *cotangents], numbers)
   arrays = [c.jax() for c in cotangents]
   if not function.saves_residuals:
     gradient = function.gradient(wanted)
-    found = gradient.value(*[t.jax() for t in tensors], *arrays)
+    found = gradient.value(*numbers, *[t.jax() for t in tensors], *arrays)
     return [new_tensor(array, env) for array in found]
   pull = function.choose_callable(_compiled_pull_cotangents(), _pull_cotangents)
   remaining = iter(pull(pullback, arrays))
@@ -265,18 +239,23 @@ def _gradients(ctx, tensors, pullback, cotangents) -> list[Tensor]:
   return [new_tensor(array, env) for array, want in zip(found, wanted) if want]
 
 
-def call(function: ArrayFunction | WithNumbers, tensors: list[Tensor]):
+def call(function: ArrayFunction, tensors: list[Tensor], numbers: tuple = ()):
   """Run a function of arrays on tensors; autograd records it if a tensor needs a grad.
+
+  Args:
+    function: the function.
+    tensors: its arguments after the numbers.
+    numbers: its leading arguments; calls that differ only in these share one program.
 
   Returns:
     The function's pytree, with tensors for its arrays.
   """
   if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
     structure: list = []
-    leaves = torch_compat.apply_function(_Call, function, structure, *tensors)
+    leaves = torch_compat.apply_function(_Call, function, numbers, structure, *tensors)
     return jax.tree.unflatten(structure[0], leaves)
   env = tensors[0]._env
-  result = function.value(*[t.jax() for t in tensors])
+  result = function.value(*numbers, *[t.jax() for t in tensors])
   if type(result) is jax_compat.ArrayImpl:  # fast path
     return new_tensor(result, env)
   result = grad_mode.stop_gradients(result)

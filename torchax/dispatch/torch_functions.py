@@ -65,7 +65,8 @@ class ArrayFunctionHandler:
       names = tuple(inspect.signature(operator.func).parameters)
       options = (self.name, env, dynamic, names)
       self._numbers_flattener = Flattener(*options, keeps_tensors=True)
-    self._functions: ProgramCache[tuple, autograd.ArrayFunction | autograd.WithNumbers]
+    # Function and numbers of each key.
+    self._functions: ProgramCache[tuple, tuple[autograd.ArrayFunction, tuple]]
     self._functions = ProgramCache(MOST_PROGRAMS)
     self._number_programs: NumberPrograms[autograd.ArrayFunction] = NumberPrograms()
 
@@ -80,10 +81,11 @@ class ArrayFunctionHandler:
         given = rules(*args, **kwargs)
         index_checks.require(given, self.name, self.env.config)
       tensors, key = self.flattener.flatten(args, kwargs)
-      function = self._functions.get(key)
-      if function is None:
-        function = self._functions[key] = self._function(args, kwargs, key)
-      return autograd.call(function, tensors)
+      found = self._functions.get(key)
+      if found is None:
+        found = self._functions[key] = self._function(args, kwargs, key)
+      function, numbers = found
+      return autograd.call(function, tensors, numbers)
     except EXPLAINED as error:
       if self._is_core:
         compiling.raise_if_needs_values(error, self.operator)
@@ -91,9 +93,7 @@ class ArrayFunctionHandler:
         raise_as_torch(error, self.func, args, kwargs, self.operator)
       raise
 
-  def _function(
-    self, args, kwargs, key
-  ) -> autograd.ArrayFunction | autograd.WithNumbers:
+  def _function(self, args, kwargs, key) -> tuple[autograd.ArrayFunction, tuple]:
     # Cached functions outlive the trace, so they must not hold its host numbers.
     args = [host_numbers.concretize(arg) for arg in args]
     kwargs = {name: host_numbers.concretize(arg) for name, arg in kwargs.items()}
@@ -105,8 +105,8 @@ class ArrayFunctionHandler:
       make = lambda: self._array_function(self._numbers_flattener, form, is_number)  # noqa: E731
       function = self._number_programs.get(form, make)
     if function is None:
-      return self._array_function(self.flattener, key, ())
-    return autograd.WithNumbers(function, numbers)
+      return self._array_function(self.flattener, key, ()), ()
+    return function, numbers
 
   def _array_function(self, flattener, key, is_number) -> autograd.ArrayFunction:
     extra = {"env": self.env} if self.operator.needs_env else {}
