@@ -50,14 +50,31 @@ def _arrays(tree):
 
 
 class TensorPlan:
-  """Plan of an operation whose lowering takes tensors and may call torch operations."""
+  """Plan of an operation whose lowering takes tensors and may call torch operations.
+
+  Its derivative under JAX is torch's backward formula, if the operation needs that.
+  """
 
   def __init__(self, op, operator: Operator, env):
     self.op = op
     self.operator = operator
     self.env = env
+    self._formula = formula_of(op)
 
   def __call__(self, args, kwargs):
+    if self._formula is None or jax_compat.is_top_level():
+      return self._call(args, kwargs)
+    # `with_derivative_of` takes arrays.
+    given = _arrays((list(args), kwargs or {}))
+    found = torch_derivatives.with_derivative_of(
+      self._formula, self._lower, self.env, *given
+    )
+    return _tensors(found, self.env)
+
+  def _lower(self, args, kwargs):
+    return _arrays(self._call(*_tensors((args, kwargs), self.env)))
+
+  def _call(self, args, kwargs):
     try:
       return self._run(args, kwargs)
     except explaining.EXPLAINED as error:
@@ -73,29 +90,3 @@ class TensorPlan:
     if self.operator.needs_env:
       kwargs["env"] = self.env
     return self.operator.func(*args, **kwargs)
-
-
-class FormulaTensorPlan(TensorPlan):
-  """`TensorPlan` whose derivative under JAX is torch's backward formula."""
-
-  def __init__(self, op, operator: Operator, env):
-    super().__init__(op, operator, env)
-    self._formula = formula_of(op)
-
-  def __call__(self, args, kwargs):
-    if jax_compat.is_top_level():
-      return super().__call__(args, kwargs)
-    # `with_derivative_of` takes arrays.
-    given = _arrays((list(args), kwargs or {}))
-    found = torch_derivatives.with_derivative_of(
-      self._formula, self._lower, self.env, *given
-    )
-    return _tensors(found, self.env)
-
-  def _lower(self, args, kwargs):
-    return _arrays(super().__call__(*_tensors((args, kwargs), self.env)))
-
-
-def tensor_plan(op, operator: Operator, env) -> TensorPlan:
-  """Return the plan of an operation whose lowering is a function of tensors."""
-  return (FormulaTensorPlan if formula_of(op) else TensorPlan)(op, operator, env)

@@ -17,7 +17,7 @@ from torchax.compat import torch_compat
 from torchax.devices.placement import DeviceUse
 from torchax.dispatch import device_plans, special_plans
 from torchax.dispatch.compiling import NOT_COMPILABLE
-from torchax.dispatch.decomposed import DecompositionPlan, TensorPlan, tensor_plan
+from torchax.dispatch.decomposed import DecompositionPlan, TensorPlan
 from torchax.dispatch.in_place import InPlacePlan
 from torchax.dispatch.out import OutPlan
 from torchax.dispatch.plans import Plan
@@ -129,9 +129,9 @@ class Dispatcher:
       return None
     functional = device_plans.unwrap(self.choose(functional_op).plan)
     if not is_in_place(func):
-      return OutPlan(func, functional, self._env), functional_op
+      return OutPlan(func, functional), functional_op
     if isinstance(functional, Plan):
-      return InPlacePlan(func, functional, self._env), functional_op
+      return InPlacePlan(func, functional), functional_op
     if isinstance(functional, TensorPlan) and self.is_customized(functional_op):
       return lambda args, kwargs: args[0].copy_(functional(args, kwargs)), functional_op
     return None
@@ -151,7 +151,7 @@ class Dispatcher:
     if func in self._env._decomps.own:
       return self._operator_plan(func, operator), operator
     if schema_of(func).written or not operator.execution.compiled:
-      return tensor_plan(func, operator, self._env), operator
+      return TensorPlan(func, operator, self._env), operator
     return DecompositionPlan(func, operator, self._env), operator
 
   def _operator_plan(self, func, operator: Operator) -> Callable:
@@ -160,7 +160,7 @@ class Dispatcher:
     if operator.kind is Kind.ENV_ARRAYS:
       # Not compiled, because it may draw from the environment's stream.
       return Plan(func, operator.without_compilation(), self._env)
-    return tensor_plan(func, operator, self._env)
+    return TensorPlan(func, operator, self._env)
 
   def _default_plan(self, func) -> Callable:
     """Build the plan of an overload without `special_plans.TABLE`."""

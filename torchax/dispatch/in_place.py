@@ -30,7 +30,7 @@ _ArrayImpl = jax_compat.ArrayImpl
 class InPlacePlan:
   """Plan that runs the functional plan and writes the results to the targets."""
 
-  def __init__(self, op, functional: Plan, env):
+  def __init__(self, op, functional: Plan):
     self.op = op
     self.name = str(op)
     self.functional = functional

@@ -35,7 +35,7 @@ _RAMPS = (aten.arange, aten.linspace, aten.logspace, aten.range)
 class OutPlan:
   """Plan of `op.out`: runs the functional plan, writes its results to the outputs."""
 
-  def __init__(self, op, functional: Callable, env):
+  def __init__(self, op, functional: Callable):
     self.op = op
     self.name = str(op)
     self.in_dtype_of_output = op in _IN_DTYPE_OF_OUTPUT

@@ -149,7 +149,7 @@ def record(
     return None
   recorded = [outputs[index] for index in indices]
   avals = tuple(jax.ShapeDtypeStruct(t.shape, t.jax().dtype) for t in recorded)
-  written = [shadow.storage for shadow in boundary.written()]
+  written = [shadow.storage for shadow in boundary.changed_shadows()]
   program = BackwardProgram(
     tuple(indices), tuple(leaves), avals, tuple(arguments), roots, assigned, written
   )

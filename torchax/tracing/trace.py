@@ -252,7 +252,7 @@ class Traced:
       self._require_outside_graph(boundary)
     if self.options.lifts:
       needs += self._needs(boundary, tensors)
-      written = [shadow.storage for shadow in boundary.written()]
+      written = [shadow.storage for shadow in boundary.changed_shadows()]
       self.guards.follow_attributes([*self.captures.storages, *written])
     return arrays, effects.or_none()
 
