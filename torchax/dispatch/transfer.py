@@ -180,14 +180,6 @@ _INSTEAD = {
 }
 
 
-def _raise_unsupported(op, kind: str):
-  raise UnsupportedDtypeError(
-    f"{op} is for {kind} tensors, but torchax holds dense and plain ones. Call "
-    f"`{_WAY_OUT[kind]}` on such a tensor before moving it to jax, or `.cpu()` on this "
-    f"one to go on with it on the CPU.{_INSTEAD.get(kind, '')}"
-  )
-
-
 def is_refused(op, schema) -> bool:
   """Return True for operations of sparse, quantised, nested and mkldnn tensors."""
   return op.overloadpacket in _REFUSED_KIND
@@ -195,7 +187,16 @@ def is_refused(op, schema) -> bool:
 
 def refusing_plan(op, default, env):
   """Return the plan of a refused operation; see `special_plans.Special`."""
-  return lambda args, kwargs: _raise_unsupported(op, _REFUSED_KIND[op.overloadpacket])
+  kind = _REFUSED_KIND[op.overloadpacket]
+
+  def refuse(args, kwargs):
+    raise UnsupportedDtypeError(
+      f"{op} is for {kind} tensors, but torchax holds dense and plain ones. Call "
+      f"`{_WAY_OUT[kind]}` on such a tensor before moving it to jax, or `.cpu()` on "
+      f"this one to go on with it on the CPU.{_INSTEAD.get(kind, '')}"
+    )
+
+  return refuse
 
 
 def _refuse_to_pin(*args, **kwargs):
@@ -209,7 +210,7 @@ def _refuse_to_pin(*args, **kwargs):
 FUNCTIONS = {
   aten.is_pinned.default: lambda *args, **kwargs: False,
   aten._pin_memory.default: _refuse_to_pin,
-  aten._local_scalar_dense.default: lambda tensor: _item(tensor),
+  aten._local_scalar_dense.default: _item,
 }
 
 

@@ -198,14 +198,11 @@ class Members:
 
   Plain attributes with tensors are compared only after `follow`.
 
-  Args:
-    module: module to add, with its submodules.
-
   Attributes:
     edition: number of times that a member was found replaced, added or removed.
   """
 
-  def __init__(self, module: torch.nn.Module | None = None):
+  def __init__(self):
     self.edition = 0
     self._modules: dict[int, weakref.ref] = {}
     self._views: list = []
@@ -213,9 +210,6 @@ class Members:
     # (attributes of a module, name, value), and lists and dicts in such values.
     self._followed: list[tuple] = []
     self._containers: list[tuple] = []
-    if module is not None:
-      for part in module.modules():
-        self.add(part)
     self.record()
 
   def add(self, module: torch.nn.Module) -> None:
