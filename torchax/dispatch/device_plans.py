@@ -6,7 +6,7 @@ operation must be on one device, as in torch, and the result is put there.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import jax
 import torch
@@ -17,6 +17,7 @@ from torchax.compat.patches import setting
 from torchax.core.chains import WHOLE
 from torchax.core.storage import Storage, WithoutDevice
 from torchax.devices import placement
+from torchax.dispatch.operands import tensors_in
 from torchax.dispatch.plans import Plan
 from torchax.errors import MixedDeviceError
 from torchax.registry.names import aten
@@ -118,12 +119,16 @@ def run_on(function: Callable, target):
 
   def arrays():
     made.append(function())
-    return [tensor._storage.array for tensor in _tensors(made)]
+    return [tensor._storage.array for tensor in _jax_tensors(made)]
 
   moved = placement.make(arrays, target)
-  for tensor, array in zip(_tensors(made), moved, strict=True):
+  for tensor, array in zip(_jax_tensors(made), moved, strict=True):
     tensor._storage.array = array
   return made[0]
+
+
+def _jax_tensors(values) -> list[Tensor]:
+  return [tensor for tensor in tensors_in(values) if isinstance(tensor, Tensor)]
 
 
 def takes_device(op, schema) -> bool:
@@ -172,18 +177,9 @@ def run(found: Callable, op, args, kwargs):
   device = kwargs.get("device") if kwargs else None
   if device is not None and device.index is not None:
     return result  # a factory with an explicit device
-  for tensor in _tensors(result):
+  for tensor in _jax_tensors(result):
     _move_result(tensor, index, is_free)
   return result
-
-
-def _tensors(values) -> Iterator[Tensor]:
-  """Yield the jax tensors among an operation's arguments or results."""
-  if isinstance(values, Tensor):
-    yield values
-  elif isinstance(values, list | tuple):
-    for value in values:
-      yield from _tensors(value)
 
 
 def _device_index(tensor: Tensor) -> int | None:
@@ -197,7 +193,7 @@ def _device_index(tensor: Tensor) -> int | None:
 def _common_index(op, args, kwargs) -> tuple[int | None, bool]:
   """Return the device index of an operation's tensors, and True if all are unplaced."""
   first, is_free, is_placed = None, False, False
-  for tensor in _tensors([*args, *(kwargs or {}).values()]):
+  for tensor in _jax_tensors((args, kwargs)):
     if type(tensor._storage) is WithoutDevice:
       is_free = True
       continue

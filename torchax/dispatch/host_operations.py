@@ -19,6 +19,7 @@ from torchax.compat.patches import WhileNeeded, patch
 from torchax.core.boundary import Boundary
 from torchax.core.storage import active
 from torchax.core.tracebacks import hide
+from torchax.dispatch.operands import tensors_in
 from torchax.errors import MutationError, TracedDrawError
 from torchax.registry.names import aten
 from torchax.registry.schema import schema_of
@@ -38,7 +39,7 @@ def run(boundary: Boundary, func, args, kwargs):
   """
   if torch_compat.is_tracing():
     return func(*args, **kwargs)
-  tensors = list(_tensors((*args, *kwargs.values())))
+  tensors = _plain_tensors((args, kwargs))
   if any(tensor.device.type != "cpu" for tensor in tensors):
     return func(*args, **kwargs)
   if _RANDOM in func.tags and _is_on_cpu(tensors, kwargs):
@@ -49,7 +50,7 @@ def run(boundary: Boundary, func, args, kwargs):
     for tensor in tensors:
       boundary.guard_on_host(tensor)
   result = func(*args, **kwargs)
-  for tensor in _tensors((result,)):
+  for tensor in _plain_tensors(result):
     boundary.made.setdefault(id(tensor), tensor)
   return result
 
@@ -83,7 +84,7 @@ def _require_own(boundary: Boundary, func, args, kwargs) -> None:
   schema = schema_of(func)
   values = {**dict(zip(schema.names, args)), **kwargs}
   for name in schema.written:
-    for tensor in _tensors((values.get(name),)):
+    for tensor in _plain_tensors(values.get(name)):
       if id(tensor) not in boundary.made:
         raise MutationError(
           f"`{func}` changes a tensor of shape {list(tensor.shape)} on the CPU, which "
@@ -92,13 +93,8 @@ def _require_own(boundary: Boundary, func, args, kwargs) -> None:
         )
 
 
-def _tensors(values):
-  for value in values:
-    if isinstance(value, torch.Tensor):
-      if not isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-      yield from _tensors(value)
+def _plain_tensors(values) -> list[torch.Tensor]:
+  return [tensor for tensor in tensors_in(values) if not isinstance(tensor, Tensor)]
 
 
 class _Functions(TorchFunctionMode):

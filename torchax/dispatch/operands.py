@@ -6,7 +6,7 @@ compiled once per key (`programs.py`), and `rebuild` restores its arguments ther
 """
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +32,18 @@ _DENSE = (None, torch.strided)
 _default_dtype = torch.get_default_dtype
 _NUMBERS = frozenset({bool, int, float, complex})
 _INT32 = range(-(2**31), 2**31)
+
+
+def tensors_in(value) -> Iterator[torch.Tensor]:
+  """Yield the tensors in nested lists, tuples and dicts, or a tensor itself."""
+  if isinstance(value, torch.Tensor):
+    yield value
+  elif isinstance(value, dict):
+    for part in value.values():
+      yield from tensors_in(part)
+  elif isinstance(value, list | tuple):
+    for part in value:
+      yield from tensors_in(part)
 
 
 class _Marker:

@@ -29,6 +29,7 @@ from torchax.core.boundary import Boundary
 from torchax.core.chains import WHOLE
 from torchax.core.static_values import Identity, describe_value, key_of
 from torchax.core.storage import Storage, active
+from torchax.dispatch.operands import tensors_in
 from torchax.errors import MutationError
 from torchax.tensor import Tensor
 
@@ -263,18 +264,6 @@ class Members:
     return self.edition
 
 
-def tensors_in(value) -> Iterator[torch.Tensor]:
-  """Yield the tensors in nested lists, tuples and dicts, or a tensor itself."""
-  if isinstance(value, torch.Tensor):
-    yield value
-  elif isinstance(value, dict):
-    for part in value.values():
-      yield from tensors_in(part)
-  elif isinstance(value, list | tuple):
-    for part in value:
-      yield from tensors_in(part)
-
-
 # Assignments in a trace ---------------------------------------------------------------
 
 
@@ -441,10 +430,7 @@ class Attributes:
 
   def _sharers(self, storage: Storage) -> int:
     """Count the distinct tensors of the modules with this storage before the trace."""
-    values = itertools.chain.from_iterable(
-      before.values() for _, tables in self._before.values() for _, before in tables
-    )
-    tensors = {id(v): v for v in values if isinstance(v, Tensor)}
+    tensors = {id(v): v for v in self._values_before() if isinstance(v, Tensor)}
     return sum(tensor._storage is storage for tensor in tensors.values())
 
   def _obstacle(self, assignment: Assignment) -> str | None:
@@ -458,18 +444,16 @@ class Attributes:
       return f"of another shape or dtype ({now}, but it was {was})"
     if value.requires_grad or before.requires_grad:
       return "that needs a gradient (`.detach()` it if it should not)"
-    if before._chain is not WHOLE or self.holders(before) > 1:
+    holders = sum(earlier is before for earlier in self._values_before())
+    if before._chain is not WHOLE or holders > 1:
       return "whose memory other tensors share"
     return None
 
-  def holders(self, tensor: torch.Tensor) -> int:
-    """Count the module attributes that were this tensor before the trace."""
-    return sum(
-      value is tensor
-      for _, tables in self._before.values()
-      for _, before in tables
-      for value in before.values()
-    )
+  def _values_before(self) -> Iterator:
+    """Yield the values of all attributes before the trace."""
+    for _, tables in self._before.values():
+      for _, before in tables:
+        yield from before.values()
 
 
 def is_born_in(tensor, boundary: Boundary) -> TypeGuard[Tensor]:

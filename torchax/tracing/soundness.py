@@ -8,7 +8,7 @@ for `torchax.rng.explain`.
 
 import collections
 import dataclasses
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 
 import jax
 from jax.extend import core
@@ -128,11 +128,7 @@ class _Walk:
       if inner is not None:
         return self.program(inner, inputs)
     how = (name, str(sorted(map(str, params.items()))))
-    varies, turns = _of(inputs)
-    names = tuple(value.name for value in inputs)
-    return [
-      _Value((how, names, index), varies, turns) for index in range(len(eqn.outvars))
-    ]
+    return self._results(eqn, inputs, (how, tuple(value.name for value in inputs)))
 
   def _line(self) -> str:
     """Return the source line of the current equation, or of the closest one around."""
@@ -151,14 +147,14 @@ class _Walk:
       self._found.append(Fault("turn", (line,)))
     self._uses.setdefault(key.name, []).append(line)
 
-  def _fresh(self, eqn, inputs: list[_Value], loop: Hashable = None) -> list[_Value]:
+  def _fresh(self, eqn, inputs: list[_Value]) -> list[_Value]:
     self._count += 1
-    varies, turns = _of(inputs)
-    turns = turns if loop is None else turns | {loop}
-    return [
-      _Value(("result", self._count, index), varies or loop is not None, turns)
-      for index in range(len(eqn.outvars))
-    ]
+    return self._results(eqn, inputs, ("result", self._count))
+
+  def _results(self, eqn, inputs: list[_Value], name: Hashable) -> list[_Value]:
+    varies = any(value.varies for value in inputs)
+    turns: frozenset = frozenset().union(*[value.turns for value in inputs])
+    return [_Value((name, index), varies, turns) for index in range(len(eqn.outvars))]
 
   def _cond(self, eqn, inputs: list[_Value]) -> list[_Value]:
     before = self._uses
@@ -217,12 +213,6 @@ def _folded(key: _Value, number: _Value) -> _Value:
   return _Value(
     ("fold_in", key.name, number.name), key.varies, key.turns | number.turns
   )
-
-
-def _of(inputs: Iterable[_Value]) -> tuple[bool, frozenset]:
-  values = list(inputs)
-  turns: frozenset = frozenset().union(*[value.turns for value in values])
-  return any(value.varies for value in values), turns
 
 
 def _is_key(atoms) -> bool:

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import torch
 
+from torchax.core.partitions import is_tensor
 from torchax.core.static_values import CONSTANTS, StaticValue
 from torchax.tracing.conversions import Container, box_container, is_adopted
 
@@ -50,23 +51,30 @@ class BoxedGenerator:
 
 _CONSTANTS = frozenset({bool, str, torch.dtype, torch.device})
 _CONSTANT_RESULTS = CONSTANTS - {bool, int, float, complex}
-_KNOWN_RESULTS = (torch.Tensor, jax.Array, np.ndarray, np.generic, Container)
+_KNOWN_RESULTS = (torch.Tensor, jax.Array, np.ndarray, np.generic)
 
 
-def box(tree) -> Any:
-  """Box generators as part of the tree's structure, and torch's containers."""
-  return jax.tree.map(_box_leaf, tree, is_leaf=_is_whole)
+def box(tree, constants: frozenset[type] = frozenset()) -> Any:
+  """Box generators as part of the tree's structure, and torch's containers.
+
+  Args:
+    tree: a pytree of JAX.
+    constants: classes of leaves that are boxed by value.
+  """
+
+  def box_leaf(leaf):
+    if type(leaf) in constants:
+      return StaticValue(leaf)
+    if isinstance(leaf, torch.Generator):
+      return BoxedGenerator(leaf)
+    return box_container(leaf, lambda part: box(part, constants)) or leaf
+
+  return jax.tree.map(box_leaf, tree, is_leaf=_is_whole)
 
 
 def box_arguments(tree) -> Any:
   """Apply `box`, and box flags, strings, dtypes and devices as well."""
-
-  def box_argument(leaf):
-    if type(leaf) in _CONSTANTS:
-      return StaticValue(leaf)
-    return _box_leaf(leaf, box_arguments)
-
-  return jax.tree.map(box_argument, tree, is_leaf=_is_whole)
+  return box(tree, _CONSTANTS)
 
 
 def box_results(tree, name: str) -> Any:
@@ -77,22 +85,11 @@ def box_results(tree, name: str) -> Any:
   Raises:
     TypeError: a leaf is neither a tensor, an array nor a constant.
   """
-
-  def box_result(leaf):
-    leaf = _box_leaf(leaf, lambda part: box_results(part, name))
-    if type(leaf) in _CONSTANT_RESULTS:
-      return StaticValue(leaf)
+  boxed = box(tree, _CONSTANT_RESULTS)
+  for leaf in jax.tree.leaves(boxed, is_leaf=is_tensor):
     if not isinstance(leaf, _KNOWN_RESULTS):
       require_constant(leaf, name)
-    return leaf
-
-  return jax.tree.map(box_result, tree, is_leaf=_is_whole)
-
-
-def _box_leaf(leaf, convert=box):
-  if isinstance(leaf, torch.Generator):
-    return BoxedGenerator(leaf)
-  return box_container(leaf, convert) or leaf
+  return boxed
 
 
 def _is_whole(value) -> bool:
