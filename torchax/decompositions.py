@@ -16,7 +16,7 @@ from torchax.registry.schema import schema_of
 
 DECOMPOSITIONS: dict = {
   op: function
-  for op, function in torch_compat.decomposition_table().items()
+  for op, function in torch_compat.decomposition_table.items()
   if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ())
 }
 

@@ -134,11 +134,6 @@ def is_batching(trace: Trace) -> bool:
   return type(trace) is _BatchTrace
 
 
-def has_abstract_value(array) -> bool:
-  """Return True for a tracer."""
-  return isinstance(array, Tracer)
-
-
 def line_of(source_info, libraries: tuple[str, ...]) -> tuple[str, int] | None:
   """Return file and line of the innermost frame outside of libraries.
 

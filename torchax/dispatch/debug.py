@@ -5,10 +5,10 @@
 
 import logging
 
+import jax
 import torch
 from torch.utils import _pytree as torch_pytree
 
-from torchax.compat import jax_compat
 from torchax.core import mappings
 from torchax.tensor import Tensor
 
@@ -106,4 +106,4 @@ def dispatch(env, dispatcher, func, args, kwargs):
 
 
 def _is_traced(value) -> bool:
-  return isinstance(value, Tensor) and jax_compat.has_abstract_value(value.jax())
+  return isinstance(value, Tensor) and isinstance(value.jax(), jax.core.Tracer)

@@ -164,8 +164,17 @@ def require_writable(target: torch.Tensor, name: str) -> None:
       f"{name} would write jax data to a tensor on {target.device}. "
       'Call `.cpu()` on the source, or move the destination with `.to("jax")`.'
     )
-  if type(target) is View and 0 in target.stride() and target.numel():
-    _require_separate(target, name)
+  if type(target) is not View or 0 not in target.stride() or not target.numel():
+    return
+  overlaps = any(
+    stride == 0 and size > 1 for stride, size in zip(target.stride(), target.shape)
+  )
+  if overlaps and not name.startswith(("aten.fill_", "aten.zero_")):
+    raise RuntimeError(
+      "unsupported operation: more than one element of the written-to tensor refers "
+      "to a single memory location. Please clone() the tensor before performing the "
+      f"operation ({name})."
+    )
 
 
 def _require_unrecorded(name: str, args) -> None:
@@ -176,19 +185,6 @@ def _require_unrecorded(name: str, args) -> None:
     raise MutationError(
       f"{name} changes `x[i]` with a traced index `i` in a way that needs a gradient, "
       "which torch cannot follow to x. Write `x[i] = …` instead."
-    )
-
-
-def _require_separate(target: View, name: str) -> None:
-  """Raise as torch does for a write to elements that share memory."""
-  overlaps = any(
-    stride == 0 and size > 1 for stride, size in zip(target.stride(), target.shape)
-  )
-  if overlaps and not name.startswith(("aten.fill_", "aten.zero_")):
-    raise RuntimeError(
-      "unsupported operation: more than one element of the written-to tensor refers "
-      "to a single memory location. Please clone() the tensor before performing the "
-      f"operation ({name})."
     )
 
 

@@ -5,12 +5,14 @@ dispatch to the modules here. The functional collectives are in `ops/jc10d.py`. 
 `meshes.py`; `processes/` connects the processes of a run.
 """
 
+import torch
+
 from torchax.compat import torch_compat
 from torchax.tensor import Tensor
 
 __all__: list[str] = []
 
-if torch_compat.is_available():
+if torch.distributed.is_available():
   from torch.distributed.device_mesh import DeviceMesh
 
   from torchax.distributed import (
@@ -29,7 +31,7 @@ if torch_compat.is_available():
 
 def register() -> None:
   """Register jax with torch.distributed; do nothing if torch was built without it."""
-  if not torch_compat.is_available():
+  if not torch.distributed.is_available():
     return
   torch_compat.replace_function(
     "torch.distributed.init_process_group", process_group.initialize

@@ -33,6 +33,7 @@ from torchax.tensor import Tensor, new_tensor
 MOST_DIFFERENTIABLE = 16
 
 
+@dataclasses.dataclass(eq=False)
 class BackwardProgram:
   """Backward pass of a traced function, compiled when it first runs.
 
@@ -44,20 +45,21 @@ class BackwardProgram:
     arguments: indices of the argument leaves that receive a gradient.
     roots: outer tensors that receive a gradient; those that are not leaves keep their
       graphs.
-    used: one flag per entry of `arguments`, then of `roots`: the outputs depend on it.
     assigned: targets (`effects.py`) whose tensors follow the result in the outputs.
     written: outer storages that the function writes.
+    used: one flag per entry of `arguments`, then of `roots`: the outputs depend on it.
   """
 
-  def __init__(self, indices, leaves, avals, arguments, roots, assigned, written):
-    self.indices: tuple[int, ...] = indices
-    self.leaves: tuple[int, ...] = leaves
-    self.avals = avals
-    self.arguments: tuple[int, ...] = arguments
-    self.roots: tuple[Tensor, ...] = roots
-    self.used: tuple[bool, ...] = ()
-    self.assigned: tuple = assigned
-    self.written: list[Storage] = written
+  indices: tuple[int, ...]
+  leaves: tuple[int, ...]
+  avals: tuple
+  arguments: tuple[int, ...]
+  roots: tuple[Tensor, ...]
+  assigned: tuple
+  written: list[Storage]
+  used: tuple[bool, ...] = ()
+
+  def __post_init__(self):
     # Compiled gradients that are differentiable themselves, by static arguments.
     self.differentiable: ProgramCache = ProgramCache(MOST_DIFFERENTIABLE)
     self._jaxpr = None

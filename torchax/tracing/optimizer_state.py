@@ -199,11 +199,6 @@ def extract(boundary: Boundary, states: dict[int, State], assigns: bool) -> list
         "so that the state exists."
       )
     created += found
-  undo(states)
-  return created
-
-
-def undo(states: dict[int, State], has_failed: bool = False) -> None:
-  """Restore the states from before a trace; see `State.undo`."""
   for state in states.values():
-    state.undo(has_failed)
+    state.undo()
+  return created

@@ -288,7 +288,8 @@ class Traced:
         yield
       except BaseException:
         attributes.undo_traced(boundary)
-        optimizer_state.undo(attributes.states, has_failed=True)
+        for state in attributes.states.values():
+          state.undo(has_failed=True)
         raise
       finally:
         drop_traced_grads(boundary, lifted)
@@ -354,7 +355,9 @@ class Traced:
     }
     for index, _ in specialization.same:
       wanted.pop(index, None)
-    self._require_no_gradient(effects, inner)
+    changed = [inner[change.index] for change, _ in effects.of_kind(WriteArgument)]
+    if any(tensor.grad_fn is not None for tensor in changed):
+      self._raise_lost_gradient()
     return autograd_bridge.record(outputs, wanted, boundary, effects.targets)
 
   def _require_outside_graph(self, boundary: Boundary) -> None:
@@ -370,12 +373,6 @@ class Traced:
         "closes over, in place in a way that needs a gradient. Write to it under "
         "`torch.no_grad()`, or return the new value instead."
       )
-
-  def _require_no_gradient(self, effects: Effects, inner) -> None:
-    """Raise MutationError if an in-place change of an argument loses a gradient."""
-    changed = [inner[change.index] for change, _ in effects.of_kind(WriteArgument)]
-    if any(tensor.grad_fn is not None for tensor in changed):
-      self._raise_lost_gradient()
 
   def _raise_lost_gradient(self, error: BaseException | None = None) -> None:
     raise MutationError(

@@ -80,7 +80,7 @@ def test_regions_of_a_graph_are_higher_order_operators():
 
 
 def test_the_table_of_decompositions_is_keyed_by_overload():
-  table = torch_compat.decomposition_table()
+  table = torch_compat.decomposition_table
   assert callable(table[torch.ops.aten.silu_backward.default])
 
 

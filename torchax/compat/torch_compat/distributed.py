@@ -22,8 +22,6 @@ from torchax.compat.torch_compat.device_backend import BACKEND
 
 _GROUPS = "process groups of torch.distributed that are axes of a mesh on jax"
 
-is_available = torch.distributed.is_available
-
 _register_group = private.find(
   "torch._C._distributed_c10d._register_process_group", _GROUPS
 )

@@ -31,7 +31,8 @@ _inductor_config = private.Later("torch._inductor.config", COMPILE)
 _dynamo_config = private.Later("torch._dynamo.config", COMPILE)
 _lookup_backend = private.Later("torch._dynamo.lookup_backend", COMPILE)
 _skip_frames_of = private.Later("torch._dynamo.trace_rules.add", COMPILE)
-_OptimizedModule = private.Later("torch._dynamo.OptimizedModule", COMPILE)
+# () -> the class of modules that `torch.compile` has wrapped.
+compiled_module_class = private.Later("torch._dynamo.OptimizedModule", COMPILE)
 _VariableBuilder = private.Later(
   "torch._dynamo.variables.builder.VariableBuilder", COMPILE
 )
@@ -181,11 +182,6 @@ def trace_as_any_object(cls: type) -> None:
   """
   builder = _VariableBuilder()
   builder._type_dispatch()[cls] = builder.wrap_user_defined
-
-
-def compiled_module_class() -> type:
-  """Return the class of modules that `torch.compile` has wrapped."""
-  return _OptimizedModule()
 
 
 def is_fake(tensor) -> bool:

@@ -45,16 +45,10 @@ def undispatched_attention(*args, **kwargs):
 lstm, gru, rnn_tanh, rnn_relu = torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu
 
 _DECOMPOSITIONS = "torch's decompositions of operations without a lowering"
-_decompositions = private.find(
+# torch's own decompositions, by overload.
+decomposition_table: dict = private.find(
   "torch._decomp.decomposition_table", _DECOMPOSITIONS, instead={}
 )
-
-
-def decomposition_table() -> dict:
-  """Return torch's own decompositions, by overload."""
-  return _decompositions
-
-
 _all_names = private.find(
   "torch._C._dispatch_get_all_op_names", "the table of all in-place operations"
 )
