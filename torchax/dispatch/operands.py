@@ -17,6 +17,7 @@ from jax import lax
 
 from torchax.compat import jax_compat
 from torchax.core import host_numbers, narrowing
+from torchax.core.bounded_cache import BoundedCache
 from torchax.core.chains import WHOLE, Chain, MovingChain
 from torchax.core.static_values import StaticValue, static_number
 from torchax.core.storage import active as _active
@@ -65,37 +66,29 @@ _TYPED = _Marker("typed")
 _PREPARED = _Marker("prepared")
 
 
-class _NumberArrays:
-  """Cache of weakly typed arrays for Python numbers; `jax.jit` accepts these faster.
+# Arrays of Python numbers; `_SEEN` for a number that was used once.
+_number_arrays: BoundedCache[tuple, Any] = BoundedCache(4096)
+_SEEN = object()
+
+
+def number_array(number):
+  """Return a weakly typed array for a Python number; `jax.jit` accepts it faster.
 
   A number gets its array the second time it is seen, so numbers that change on every
-  call, such as a step size, cost nothing extra.
+  call, such as a step size, cost nothing extra. In a trace the number is returned.
   """
-
-  LIMIT = 4096
-
-  def __init__(self):
-    self._arrays: dict[tuple, Any] = {}
-
-  def __call__(self, number):
-    # As keys, 0.0 equals -0.0, and NaN does not equal itself.
-    if number == 0 or number != number:
-      return number
-    key = (type(number), number, jax.config.jax_enable_x64)
-    array = self._arrays.get(key)
-    if array is not None:
-      return array
-    if key not in self._arrays:
-      if len(self._arrays) >= self.LIMIT:
-        self._arrays.clear()
-      self._arrays[key] = None
-      return number
+  # As keys, 0.0 equals -0.0, and NaN does not equal itself.
+  if number == 0 or number != number or not jax_compat.is_top_level():
+    return number
+  key = (type(number), number, jax.config.jax_enable_x64)
+  array = _number_arrays.get(key)
+  if array is None:
+    _number_arrays[key] = _SEEN
+    return number
+  if array is _SEEN:
     with jax.default_device(None):
-      array = self._arrays[key] = jnp.asarray(number)
-    return array
-
-
-_number_arrays = _NumberArrays()
+      array = _number_arrays[key] = jnp.asarray(number)
+  return array
 
 
 class Flattener:
@@ -177,7 +170,7 @@ class Flattener:
   def _flatten_other(self, arg, cls, dynamic: bool | _Marker, operands: list):
     if cls in _NUMBERS:
       if dynamic is True and (cls is not int or arg in _INT32):
-        operands.append(_number_arrays(arg) if jax_compat.is_top_level() else arg)
+        operands.append(number_array(arg))
         return _NUMBER
       return arg if cls is int and not dynamic else static_number(arg)
     if cls is list or cls is tuple:

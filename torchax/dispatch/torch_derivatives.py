@@ -5,6 +5,7 @@ operations listed in `registry/derivatives.py` differ at ties, bounds, zero or p
 rows: here torch's own backward formula becomes their derivative rule.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ def _is_array(leaf) -> bool:
   return isinstance(leaf, jax.Array)
 
 
+@dataclasses.dataclass(eq=False)
 class _Rule:
   """Transpose rule of an operation, by torch's backward formula.
 
@@ -36,11 +38,10 @@ class _Rule:
     env: the environment of the tensors.
   """
 
-  def __init__(self, func, arguments: Partition, count: int, env):
-    self.func = func
-    self.arguments = arguments
-    self.count = count
-    self.env = env
+  func: Any
+  arguments: Partition
+  count: int
+  env: Any
 
   def __call__(self, residuals, cotangents, wanted) -> list:
     with (

@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 import jax
 import torch
 
-from torchax.compat import jax_compat
 from torchax.core.boundary import Boundary, Shadow
 from torchax.core.chains import WHOLE
 from torchax.core.host_numbers import Expression
 from torchax.core.storage import Rebindings, Storage, active
+from torchax.dispatch.operands import number_array
 from torchax.environment import default_env
 from torchax.tensor import Tensor, new_tensor
 from torchax.tracing.guards import Guards
@@ -254,8 +254,6 @@ class Numbers:
 
   def __init__(self):
     self.expressions: tuple[Expression, ...] = ()
-    # Values and operands of the last call.
-    self._last: tuple = ((), ())
 
   def add(self, expressions: Sequence[Expression]) -> None:
     """Make operands of numbers that a trace has met."""
@@ -265,13 +263,4 @@ class Numbers:
   def operands(self) -> tuple:
     if active.boundary is not None:
       return tuple(map(active.boundary.number, self.expressions))
-    values = tuple([number.now() for number in self.expressions])
-    before, operands = self._last
-    # An unchanged number becomes an array from its second call on, which is cheaper.
-    # Equality cannot show that 0.0 is unchanged, since 0.0 == -0.0.
-    if before != values or 0.0 in values:
-      operands = values
-    elif operands is before and jax_compat.is_top_level():
-      operands = tuple(map(jax.numpy.asarray, values))
-    self._last = (values, operands)
-    return operands
+    return tuple([number_array(number.now()) for number in self.expressions])

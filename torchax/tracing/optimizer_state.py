@@ -39,8 +39,8 @@ class StateTarget:
   def describe(self, paths: dict[int, str]) -> str:
     """Return the name of the entry; `paths` is for `Target.describe` only."""
     optimizer = self.optimizer.value
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    number = [id(p) for p in parameters].index(id(self.parameter.value))
+    numbers = list(map(id, parameters_of(optimizer)))
+    number = numbers.index(id(self.parameter.value))
     return f"{type(optimizer).__name__}.state[{number}][{self.name!r}]"
 
 
@@ -148,6 +148,10 @@ def _is_equal(before, value) -> bool:
     and type(before) is type(value)
     and (before == value)
   )
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+  return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def host_state_error(optimizer: torch.optim.Optimizer, entry: str) -> TracedStateError:

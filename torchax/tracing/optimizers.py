@@ -90,8 +90,7 @@ class OptimizerGuard:
     if optimizer is None:
       return
     kind = type(optimizer).__name__
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, parameter in enumerate(parameters):
+    for number, parameter in enumerate(optimizer_state.parameters_of(optimizer)):
       for name, value in optimizer.state.get(parameter, {}).items():
         if isinstance(value, Tensor):
           yield f"{kind}.state[{number}][{name!r}]", value
@@ -113,7 +112,7 @@ def _kind(value):
   """Return a key of a setting; for a number that is an operand, its type."""
   if _is_number(value):
     return float
-  if isinstance(value, tuple) and value and all(map(_is_number, value)):
+  if _are_numbers(value):
     return (float, len(value))
   if isinstance(value, list):  # the parameters
     return tuple(map(Identity, value))
@@ -127,6 +126,10 @@ def _is_number(value) -> bool:
     return True
   is_on_host = isinstance(value, torch.Tensor) and not isinstance(value, Tensor)
   return is_on_host and not value.dim() and value.is_floating_point()
+
+
+def _are_numbers(value) -> bool:
+  return isinstance(value, tuple) and bool(value) and all(map(_is_number, value))
 
 
 @contextlib.contextmanager
@@ -202,7 +205,7 @@ def _traced_group(optimizer: torch.optim.Optimizer, number: int) -> dict:
       group[name] = HostNumber(Entry(optimizer, number, name))
       if name == "lr" and counts_when_fused:
         group[name] = _as_tensor(group[name], group["params"])
-    elif isinstance(value, tuple) and value and all(map(_is_number, value)):
+    elif _are_numbers(value):
       group[name] = tuple(
         [HostNumber(Entry(optimizer, number, name, n)) for n in range(len(value))]
       )
@@ -249,11 +252,8 @@ tracing_steps = WhileNeeded(_install)
 
 def _outlives_trace(optimizer: torch.optim.Optimizer) -> bool:
   """Return True if the parameters, and so the state, outlive the trace."""
-  return all(
-    isinstance(p, Tensor) and p._storage.birth is None
-    for group in optimizer.param_groups
-    for p in group["params"]
-  )
+  parameters = optimizer_state.parameters_of(optimizer)
+  return all(isinstance(p, Tensor) and p._storage.birth is None for p in parameters)
 
 
 def _create_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -261,7 +261,7 @@ def _create_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
   Returns the parameters whose state was created.
   """
-  parameters = [p for group in optimizer.param_groups for p in group["params"]]
+  parameters = optimizer_state.parameters_of(optimizer)
   known = set(map(id, optimizer.state))
   with _eager():
     for group in optimizer.param_groups:

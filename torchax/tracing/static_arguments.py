@@ -17,19 +17,6 @@ from torchax.core.static_values import CONSTANTS, StaticValue
 from torchax.tracing.conversions import Container, box_container, is_adopted
 
 
-def require_constant(leaf, name: str) -> None:
-  """Raise TypeError for a result that is neither a tensor nor a constant."""
-  if type(leaf) not in CONSTANTS:
-    kind = type(leaf)
-    raise TypeError(
-      f"{name} returns a {kind.__module__}.{kind.__qualname__}. A compiled function "
-      "returns tensors and constants (numbers, strings, dtypes, devices, None) in "
-      "containers that torch's pytrees know: register a class of yours with "
-      "`torch.export.register_dataclass`, or return "
-      "its tensors in a tuple or dict."
-    )
-
-
 @jax.tree_util.register_static
 class BoxedGenerator:
   """Generator as part of a tree's structure."""
@@ -87,8 +74,15 @@ def box_results(tree, name: str) -> Any:
   """
   boxed = box(tree, _CONSTANT_RESULTS)
   for leaf in jax.tree.leaves(boxed, is_leaf=is_tensor):
-    if not isinstance(leaf, _KNOWN_RESULTS):
-      require_constant(leaf, name)
+    kind = type(leaf)
+    if kind not in CONSTANTS and not isinstance(leaf, _KNOWN_RESULTS):
+      raise TypeError(
+        f"{name} returns a {kind.__module__}.{kind.__qualname__}. A compiled function "
+        "returns tensors and constants (numbers, strings, dtypes, devices, None) in "
+        "containers that torch's pytrees know: register a class of yours with "
+        "`torch.export.register_dataclass`, or return "
+        "its tensors in a tuple or dict."
+      )
   return boxed
 
 
