@@ -72,7 +72,7 @@ class Plan:
       return new_tensor(result, self.env)
     device = kwargs.get("device") if kwargs else None
     if device is not None and device.type == "cpu":
-      return _to_torch(result)
+      return jax.tree.map(mappings.j2t, result)
     return self._wrap(result)
 
   def run(self, args, kwargs, operands, key, write=None, sharding=None, draws=None):
@@ -227,9 +227,3 @@ class Plan:
       return self.lowering.inline(key, None, [*draw, *operands])
 
     return jax.eval_shape(run, draw, given.dynamic)
-
-
-def _to_torch(result):
-  if isinstance(result, tuple | list):
-    return type(result)([_to_torch(part) for part in result])
-  return mappings.j2t(result)

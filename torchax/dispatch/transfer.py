@@ -250,37 +250,29 @@ class Move(torch_compat.OwnFunction):
     device = "jax" if ctx.source_is_jax else "cpu"
     moved = Move.apply(grad, ctx.source_dtype, device, ctx.env)
     if ctx.source_is_jax and isinstance(moved, Tensor):
-      moved = PutBack.apply(moved, ctx.sharding)
+      moved = _PutOn.apply(moved, ctx.sharding, _PLACED)
     return moved, None, None, None
 
 
-class PutBack(torch_compat.OwnFunction):
-  """Identity that puts a gradient on a sharding; see `placement.committed_sharding`."""
+class _PutOn(torch_compat.OwnFunction):
+  """Identity that puts a tensor on a sharding, and its gradient on the old one."""
 
   @staticmethod
-  def forward(ctx, tensor, sharding):
+  def forward(ctx, tensor, sharding, functions):
     array = tensor.jax()
-    ctx.sharding = placement.committed_sharding(array)
-    return new_tensor(placement.restore_sharding(array, sharding), tensor._env)
+    sharding_of, put = ctx.functions = functions
+    ctx.sharding = sharding_of(array)
+    return new_tensor(put(array, sharding), tensor._env)
 
   @staticmethod
   @over_batches
   def backward(ctx, grad):
-    return PutBack.apply(grad, ctx.sharding), None
+    return _PutOn.apply(grad, ctx.sharding, ctx.functions), None, None
 
 
-class _ApplySharding(torch_compat.OwnFunction):
-  """Identity that gives a gradient, traced or not, a given sharding."""
-
-  @staticmethod
-  def forward(ctx, grad, sharding):
-    ctx.sharding = placement.several_device_sharding(grad.jax())
-    return new_tensor(placement.constrain(grad.jax(), sharding), grad._env)
-
-  @staticmethod
-  @over_batches
-  def backward(ctx, grad):
-    return _ApplySharding.apply(grad, ctx.sharding), None
+# Functions of `_PutOn`: for arrays on devices, and for traced ones too.
+_PLACED = (placement.committed_sharding, placement.restore_sharding)
+_TRACED = (placement.several_device_sharding, placement.constrain)
 
 
 def shard_gradient_like(tensor: Tensor) -> None:
@@ -300,7 +292,7 @@ def shard_gradient_like(tensor: Tensor) -> None:
     if sharding is None or not isinstance(grad, Tensor) or leaf._chain is not WHOLE:
       return None
     found = getattr(grad._storage.array, "sharding", None)
-    return None if found == sharding else _ApplySharding.apply(grad, sharding)
+    return None if found == sharding else _PutOn.apply(grad, sharding, _TRACED)
 
   tensor.__dict__["_beside"] = tensor.register_hook(beside)
 
