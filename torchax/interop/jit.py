@@ -33,9 +33,9 @@ from torchax.tracing import (
   program_keys,
   static_arguments,
 )
+from torchax.tracing.autograd_bridge import RecordedCall, bases_of
 from torchax.tracing.conversions import arrays_of, tensors_of
 from torchax.tracing.effects import Effects
-from torchax.tracing.recorded_calls import RecordedCall, bases_of
 from torchax.tracing.specialization import ORDINARY, with_environments
 from torchax.tracing.trace import Options, Traced
 from torchax.types import P, R

@@ -7,11 +7,13 @@ program needs. So a compiled function has the gradients of the eager one, includ
 `no_grad`, `detach`, hooks and `autograd.Function`; its backward pass uses the dropout
 masks of its forward pass; and one call of `backward` runs one compiled program.
 
-`trace.py` calls `record` in a trace; `interop/jit.py` calls `attach` after a call.
+`trace.py` calls `record` in a trace; `interop/jit.py` calls `attach` after a call. The
+gradient itself is differentiated by running the function again (`RecordedCall`).
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +30,7 @@ from torchax.dispatch import autograd
 from torchax.dispatch.batched_gradients import over_batches
 from torchax.environment import default_env
 from torchax.tensor import Tensor, new_tensor
+from torchax.tracing.specialization import ORDINARY
 
 # Differentiable gradients that one program keeps, one per set of static arguments.
 MOST_DIFFERENTIABLE = 16
@@ -262,3 +265,70 @@ def attach(tape: Tape, leaves: list, out, differentiate: Callable):
   for index in program.leaves:
     outputs[index] = new_tensor(outputs[index], default_env()).requires_grad_()
   return jax.tree.unflatten(treedef, outputs)
+
+
+# Gradients of gradients --------------------------------------------------------------
+
+
+def bases_of(leaves: list) -> list:
+  """Return the array of each tensor's storage; None for other leaves."""
+  return [leaf._storage.read() if isinstance(leaf, Tensor) else None for leaf in leaves]
+
+
+class RecordedCall(NamedTuple):
+  """Inputs of one call, to run the function again with a graph of its gradients.
+
+  Attributes:
+    leaves: argument leaves.
+    bases: arrays of their storages when the function ran.
+    args: arguments with arrays for tensors, (args, kwargs).
+    operands: captured arrays, specialization and numbers (`Traced.operands`).
+    tensors: captured tensors.
+    rng: operands of the random streams.
+    numbers: values of host numbers.
+    alive: object to keep alive.
+  """
+
+  leaves: list
+  bases: list
+  args: tuple
+  operands: tuple
+  tensors: list[Tensor]
+  rng: Any
+  numbers: Any
+  alive: Any
+
+  @property
+  def autocast(self) -> torch.dtype | None:
+    """Dtype of the autocast around the call, or None."""
+    return (self.operands[1] or ORDINARY).autocast
+
+  def inputs(self, written: Container[Storage]) -> list:
+    """Return the argument leaves, with the values of the call.
+
+    Args:
+      written: outer storages that the call itself has written.
+
+    Raises:
+      RuntimeError: a tensor that requires a gradient, or a captured one, has changed.
+        As for torch's saved tensors, its values are lost.
+    """
+    for tensor, array in zip(self.tensors, self.operands[0]):
+      if tensor._storage.read() is not array and tensor._storage not in written:
+        raise _changed(tensor)
+    inputs = list(self.leaves)
+    arrays = jax.tree.leaves(self.args)
+    for index, (leaf, base) in enumerate(zip(self.leaves, self.bases)):
+      if base is not None and leaf._storage.read() is not base:
+        if leaf.requires_grad:
+          raise _changed(leaf)
+        inputs[index] = new_tensor(arrays[index], leaf._env)
+    return inputs
+
+
+def _changed(tensor: Tensor) -> RuntimeError:
+  return RuntimeError(
+    f"A tensor of shape {list(tensor.shape)} has been modified by an inplace operation "
+    "after a compiled function has used it, and the derivative of a gradient needs its "
+    "old values. Clone it before."
+  )
