@@ -53,7 +53,7 @@ from torchax.logs import set_logs
 from torchax.ops import jaten, jc10d, jtorch, jtorchvision_nms
 from torchax.rng import RngState, rng_scope
 from torchax.saving import array_protocols, torch_files, untyped_storage
-from torchax.tracing import draw_counts, recorded_draws, transform
+from torchax.tracing import recorded_draws, transform
 from torchax.version import VERSION
 
 __version__ = VERSION
@@ -190,7 +190,7 @@ def _compose() -> None:
     environment.on_creation(module.register_functions)
   forks.watch(_WAYS_TO_JAX)
   # `rng.explain` and `rng.replay` run functions, which only layers above `rng` can.
-  rng.ledger.Explainer.trace = draw_counts.dry_run
+  rng.ledger.Explainer.trace = recorded_draws.dry_run
   rng.ledger.Explainer.redraw = recorded_draws.redraw
   for module, names in _OF_TENSOR.items():
     for name in names:

@@ -1,12 +1,23 @@
-"""Replay of the draws in a ledger, for `torchax.rng.replay`."""
+"""Ledgers of draws: a dry run that records them, and the replay of a draw.
 
+`torchax.rng.explain` and `torchax.rng.replay` call these functions.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
 import torch
 
 from torchax.compat import torch_compat
 from torchax.dispatch.recorded_arguments import restore, tensors_in
 from torchax.environment import default_env
 from torchax.errors import RngError
-from torchax.rng import Draw
+from torchax.rng import Draw, Ledger, ledger
+from torchax.tracing import soundness
+from torchax.tracing.conversions import arrays_of
+from torchax.tracing.trace import Options, Traced
 
 # Operations whose draws depend only on the shape and dtype of their tensors.
 _OF_A_SHAPE = frozenset(
@@ -20,6 +31,30 @@ _OF_A_SHAPE = frozenset(
     *("aten.random.from", "aten.random.to"),
   }
 )
+
+
+def dry_run(torch_function: Callable, args: tuple, kwargs: dict[str, Any]) -> Ledger:
+  """Trace a call without running it, and return the ledger of its draws."""
+  traced = Traced(torch_function, Options(assigns=True))
+  leaves, treedef = jax.tree.flatten(arrays_of((args, kwargs)))
+  indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+  advances = []
+
+  def on_arrays(operands, *arrays):
+    values = list(leaves)
+    for index, array in zip(indices, arrays):
+      values[index] = array
+    args, kwargs = jax.tree.unflatten(treedef, values)
+    out, advance = traced(operands, ((), None), *args, **kwargs)
+    advances.append(advance)
+    return out
+
+  arrays = [leaves[index] for index in indices]
+  trace = jax.make_jaxpr(on_arrays)
+  program = traced.pure.try_abstractly(lambda rng: trace(rng, *arrays))
+  entries = advances[-1].log if advances[-1] else ()
+  find_faults = functools.partial(soundness.faults, program)
+  return ledger.dry_run(entries, traced.pure.streams(), find_faults)
 
 
 def redraw(draw: Draw, parameters: tuple[torch.Tensor, ...]) -> torch.Tensor:

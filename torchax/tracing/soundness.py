@@ -2,13 +2,14 @@
 
 Each value has a name for its computation: equal equations on equal values have one
 name. So two draws share a key if and only if their keys share a name. A key that
-depends on no operand is a constant of the program. `draw_counts.py` runs the checker
-for `torchax.rng.explain`.
+depends on no operand is a constant of the program. `recorded_draws.py` runs the
+checker for `torchax.rng.explain`.
 """
 
 import collections
+import contextlib
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 
 import jax
 from jax.extend import core
@@ -172,11 +173,8 @@ class _Walk:
   def _scan(self, eqn, inputs: list[_Value]) -> list[_Value]:
     body, n_consts = eqn.params["jaxpr"], jax_compat.constants_of_scan(eqn.params)
     if eqn.params["length"] > 1:
-      loop = self._new_loop()
-      changing = self._in_turns(loop, len(inputs) - n_consts)
-      self._loops.append(loop)
-      self.program(body, [*inputs[:n_consts], *changing])
-      self._loops.pop()
+      with self._turns(len(inputs) - n_consts) as changing:
+        self.program(body, [*inputs[:n_consts], *changing])
     elif eqn.params["length"]:
       self.program(body, inputs)
     return self._fresh(eqn, inputs)
@@ -184,21 +182,20 @@ class _Walk:
   def _while(self, eqn, inputs: list[_Value]) -> list[_Value]:
     first = eqn.params["cond_nconsts"]
     second = first + eqn.params["body_nconsts"]
-    loop = self._new_loop()
-    carry = self._in_turns(loop, len(inputs) - second)
-    self._loops.append(loop)
-    self.program(eqn.params["cond_jaxpr"], [*inputs[:first], *carry])
-    self.program(eqn.params["body_jaxpr"], [*inputs[first:second], *carry])
-    self._loops.pop()
+    with self._turns(len(inputs) - second) as carry:
+      self.program(eqn.params["cond_jaxpr"], [*inputs[:first], *carry])
+      self.program(eqn.params["body_jaxpr"], [*inputs[first:second], *carry])
     return self._fresh(eqn, inputs)
 
-  def _new_loop(self) -> Hashable:
+  @contextlib.contextmanager
+  def _turns(self, count: int) -> Iterator[list[_Value]]:
+    """Enter a loop; yield `count` values that differ in each of its turns."""
     self._count += 1
-    return ("loop", self._count)
-
-  def _in_turns(self, loop: Hashable, count: int) -> list[_Value]:
-    turns = frozenset((*self._loops, loop))
-    return [_Value((loop, index), True, turns) for index in range(count)]
+    loop = ("loop", self._count)
+    self._loops.append(loop)
+    turns = frozenset(self._loops)
+    yield [_Value((loop, index), True, turns) for index in range(count)]
+    self._loops.pop()
 
   def _constant(self, value) -> _Value:
     if is_typed_key(value):
