@@ -95,9 +95,8 @@ def dispatch(env, dispatcher, func, args, kwargs):
   if config.debug_print_each_op:
     operands = config.debug_print_each_op_operands
     log_nested(env, _make_debug_msg(True, operands, func, args, kwargs))
-  if not config.debug_accuracy_for_each_op:
-    return dispatcher(func, args, kwargs)
-  if any(_is_traced(leaf) for leaf in torch_pytree.tree_leaves((args, kwargs))):
+  leaves = torch_pytree.tree_leaves((args, kwargs))
+  if not config.debug_accuracy_for_each_op or any(map(_is_traced, leaves)):
     return dispatcher(func, args, kwargs)
   before = _on_cpu((args, kwargs))  # the operation may change its arguments
   output = dispatcher(func, args, kwargs)

@@ -31,7 +31,7 @@ IGNORED = frozenset(
 )
 _DENSE = (None, torch.strided)
 _default_dtype = torch.get_default_dtype
-_NUMBERS = frozenset({bool, int, float, complex})
+NUMBERS = frozenset({bool, int, float, complex})
 _INT32 = range(-(2**31), 2**31)
 
 
@@ -168,7 +168,7 @@ class Flattener:
     return operands, tuple(key)
 
   def _flatten_other(self, arg, cls, dynamic: bool | _Marker, operands: list):
-    if cls in _NUMBERS:
+    if cls in NUMBERS:
       if dynamic is True and (cls is not int or arg in _INT32):
         operands.append(number_array(arg))
         return _NUMBER
@@ -293,7 +293,7 @@ class PreparedFlattener(Flattener):
     part = super()._flatten_other(arg, cls, True, operands)
     if len(operands) > start:
       array = operands[start]
-      operands[start] = _NumberOperand(array, arg if cls in _NUMBERS else array)
+      operands[start] = _NumberOperand(array, arg if cls in NUMBERS else array)
     return part
 
 

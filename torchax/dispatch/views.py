@@ -34,6 +34,7 @@ from torchax.core.view_steps import (
   contiguous_strides,
   slice_of,
 )
+from torchax.dispatch.operands import NUMBERS
 from torchax.errors import MutationError
 from torchax.registry.names import aten
 from torchax.registry.schema import functional_form
@@ -202,7 +203,7 @@ class ViewPlan:
 
   def __call__(self, args, kwargs):
     source = args[0]
-    if type(source) in _NUMBERS:
+    if type(source) in NUMBERS:
       # Graphs pass numbers for tensors; a weakly typed array promotes as a number.
       source = new_tensor(jnp.asarray(source), self.env)
       args = (source, *args[1:])
@@ -251,7 +252,6 @@ class ViewPlan:
     return view
 
 
-_NUMBERS = frozenset({bool, int, float, complex})
 _STOP = StopGradientInfo()
 
 
@@ -415,6 +415,11 @@ def _set_(tensor, source, offset=0, size=None, stride=()):
   if size is not None:
     stride = stride or contiguous_strides(size)
     source = torch.as_strided(source, size, stride, offset)
+  return _show(tensor, source)
+
+
+def _show(tensor, source: Tensor):
+  """Make `tensor` show the elements of `source`, with its layout."""
   with torch_compat.without_dispatch():
     tensor.set_(source)
   rebind(tensor, source)
@@ -447,11 +452,7 @@ def _set_to_storage(tensor, source, offset=0, size=None, stride=()):
     chain = WHOLE
   else:
     chain = chain_of(*_steps_over(storage, layout))
-  shown = alias(Tensor, tensor, layout, storage, chain)
-  with torch_compat.without_dispatch():
-    tensor.set_(shown)
-  rebind(tensor, shown)
-  return tensor
+  return _show(tensor, alias(Tensor, tensor, layout, storage, chain))
 
 
 def record_reshape(tensor, op, args, kwargs=None) -> None:

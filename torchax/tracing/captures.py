@@ -9,6 +9,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import torch
@@ -183,6 +184,11 @@ class Captures:
     if state != _MADE or module_of(self._guess_from) is not None:
       return []
     return [t for t in lifted if not boundary.shadows[id(t._storage)].is_touched]
+
+  def detect_gradients(self, leaves: Sequence[Tensor], grads: dict[int, Any]) -> None:
+    """Set `touches_grad` if a leaf has a `.grad`, or had one in `grads`."""
+    if any(t.grad is not None or grads.get(id(t)) is not None for t in leaves):
+      self.touches_grad = True
 
   def drop(self, tensors: Sequence[Tensor]) -> None:
     dropped = set(map(id, tensors))

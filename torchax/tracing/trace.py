@@ -241,7 +241,7 @@ class Traced:
       out = self._call(inner, treedef, specialization, needs)
       arrays = arrays_of(out)
       assigned = self._extract_assigned(boundary)
-      self._detect_gradients(boundary, lifted)
+      self.captures.detect_gradients(trained_leaves(boundary), grads)
       changes = collect(self.__name__, boundary, inner, born, specialization, lifted)
       effects = Effects.of(changes, assigned)
       effects.environments = environments_of_results(out)
@@ -379,11 +379,6 @@ class Traced:
       f"{self.__name__} changes an argument in place in a way that needs a gradient. "
       "Return the new value instead, so that autograd can follow it."
     ) from error
-
-  def _detect_gradients(self, boundary: Boundary, lifted: Captured) -> None:
-    leaves = trained_leaves(boundary)
-    if any(t.grad is not None or lifted.grads.get(id(t)) is not None for t in leaves):
-      self.captures.touches_grad = True
 
   def _needs(self, boundary: Boundary, lifted: list[Tensor]) -> list[Callable]:
     """Return callbacks that add the operands found missing in a trace.
