@@ -11,6 +11,7 @@ import jax
 import torch
 
 from torchax.compat import torch_compat
+from torchax.core.partitions import Partition
 from torchax.dispatch.recorded_arguments import restore, tensors_in
 from torchax.environment import default_env
 from torchax.errors import RngError
@@ -36,22 +37,17 @@ _OF_A_SHAPE = frozenset(
 def dry_run(torch_function: Callable, args: tuple, kwargs: dict[str, Any]) -> Ledger:
   """Trace a call without running it, and return the ledger of its draws."""
   traced = Traced(torch_function, Options(assigns=True))
-  leaves, treedef = jax.tree.flatten(arrays_of((args, kwargs)))
-  indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+  given = Partition(arrays_of((args, kwargs)), lambda leaf: isinstance(leaf, jax.Array))
   advances = []
 
   def on_arrays(operands, *arrays):
-    values = list(leaves)
-    for index, array in zip(indices, arrays):
-      values[index] = array
-    args, kwargs = jax.tree.unflatten(treedef, values)
+    args, kwargs = given.unflatten(arrays)
     out, advance = traced(operands, ((), None), *args, **kwargs)
     advances.append(advance)
     return out
 
-  arrays = [leaves[index] for index in indices]
   trace = jax.make_jaxpr(on_arrays)
-  program = traced.pure.try_abstractly(lambda rng: trace(rng, *arrays))
+  program = traced.pure.try_abstractly(lambda rng: trace(rng, *given.dynamic))
   entries = advances[-1].log if advances[-1] else ()
   find_faults = functools.partial(soundness.faults, program)
   return ledger.dry_run(entries, traced.pure.streams(), find_faults)
