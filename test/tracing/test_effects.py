@@ -130,7 +130,7 @@ def _collected(change, specialization=ORDINARY, captured=()):
     argument = _zeros()
     born = [(argument._storage, argument._chain)]
     change(argument)
-    return collect("f", boundary, [argument], born, specialization, lifted)
+    return collect(boundary, [argument], born, specialization, lifted)
 
 
 def test_collect_finds_a_write_to_an_argument():

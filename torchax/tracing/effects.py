@@ -216,13 +216,15 @@ class Captured(NamedTuple):
 
 
 def collect(
-  name: str, boundary: Boundary, inner: list, born: list,
-  specialization: Specialization, lifted: Captured,
-) -> list[tuple[Change, Any]]:  # fmt: skip
+  boundary: Boundary,
+  inner: list,
+  born: list,
+  specialization: Specialization,
+  lifted: Captured,
+) -> list[tuple[Change, Any]]:
   """Return the changes that a function has made in its trace, with their arrays.
 
   Args:
-    name: name of the function.
     boundary: boundary of the trace.
     inner: argument leaves in the trace.
     born: storage and chain of each of these leaves when the trace began; None if it is
@@ -247,12 +249,14 @@ def collect(
       reshapes.append((change, value.jax() if is_rebound else None))
       found.append((WriteArgument(index), chain.read(storage.array)))
     elif is_rebound:
-      found.append((WriteArgument(index), _rebound(name, value, storage, chain)))
+      found.append(
+        (WriteArgument(index), _rebound(boundary.name, value, storage, chain))
+      )
     elif storage.version:
       found.append((WriteArgument(index), chain.read(storage.array)))
   if {change.index for change, _ in found} & set(specialization.overlapping):
     raise MutationError(
-      f"{name} changes an argument in place whose memory another argument "
+      f"{boundary.name} changes an argument in place whose memory another argument "
       "shares as a different view, or that repeats elements, as after `expand`. Pass "
       "the base and take the views inside."
     )

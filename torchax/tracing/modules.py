@@ -367,27 +367,30 @@ class Attributes:
           if value is not known and is_born_in(value, boundary):
             yield Assignment(module, name, table, known, value)
 
-  def undo_traced(self, boundary: Boundary) -> None:
-    """Undo all assignments of tensors born in the trace."""
+  def undo(self, boundary: Boundary) -> None:
+    """Undo all assignments of a failed trace."""
     for assignment in list(self.assigned(boundary)):
       assignment.undo()
+    for state in self.states.values():
+      state.undo(has_failed=True)
 
-  def extract(self, boundary: Boundary, name: str, assigns: bool) -> list[tuple]:
+  def extract(self, boundary: Boundary, assigns: bool) -> list[tuple]:
     """Undo the assignments of a trace, and turn them into effects of the function.
 
     Args:
       boundary: boundary of the trace.
-      name: name of the function, for messages.
       assigns: the tensors of plain attributes can be results of the function.
         Otherwise an attribute that had no tensor keeps the traced one, which raises a
         clear error when it is used.
 
     Returns:
-      Plain attributes whose tensors are results (`Target`), with these tensors. Other
-      assignments become in-place changes of the modules' earlier tensors.
+      Plain attributes (`Target`) and state entries (`StateTarget`) whose tensors are
+      results, with these tensors. Other assignments become in-place changes of the
+      modules' earlier tensors.
 
     Raises:
       MutationError: the assigned tensor cannot be written to the earlier one.
+      TracedStateError: state of an optimizer cannot be a result (`State.extract`).
     """
     found, results = [], []
     for assignment in self.assigned(boundary):
@@ -400,16 +403,20 @@ class Attributes:
       reason = self._obstacle(assignment)
       if reason:
         raise MutationError(
-          f"{name} assigns a new tensor to {assignment} {reason}, which cannot be "
-          f"handed back to the module. Write the numbers to the tensor it has, such as "
-          f"`self.{assignment.name}.copy_(…)` or `.mul_(…)`, or return the new tensor."
+          f"{boundary.name} assigns a new tensor to {assignment} {reason}, which "
+          "cannot be handed back to the module. Write the numbers to the tensor it "
+          f"has, such as `self.{assignment.name}.copy_(…)` or `.mul_(…)`, or return "
+          "the new tensor."
         )
       arrays.append(assignment.value.jax())
     for assignment in (*found, *results):
       assignment.undo()
     for assignment, array in zip(found, arrays):
       assignment.before._storage.write(array)
-    return [(assignment.target, assignment.value) for assignment in results]
+    assigned = [(assignment.target, assignment.value) for assignment in results]
+    for state in self.states.values():
+      assigned += state.extract(boundary, assigns)
+    return assigned
 
   def _was_read(self, assignment: Assignment, boundary: Boundary) -> bool:
     """Return True if a later call may read the value that this call assigns.

@@ -2,8 +2,8 @@
 
 The first step of an optimizer may create state from gradients, such as the momentum
 buffers of SGD with dampening. In a trace these are tracers, without values outside it.
-So `optimizers.py` records the state before the step, `trace.py` removes the new entries
-after the trace, and each call assigns them to the optimizer.
+So `optimizers.py` records the state before the step, `modules.Attributes` removes the
+new entries after the trace, and each call assigns them to the optimizer.
 """
 
 import dataclasses
@@ -85,12 +85,19 @@ class State:
       if isinstance(entries, dict)
     }
 
-  def created(self, boundary: Boundary) -> list[tuple[StateTarget, torch.Tensor]]:
-    """Return the entries that steps in a trace have assigned, and their tensors.
+  def extract(self, boundary: Boundary, assigns: bool) -> list[tuple]:
+    """Remove the entries that steps in a trace have assigned, to make them results.
+
+    Args:
+      boundary: boundary of the trace.
+      assigns: the tensors can be results of the function.
+
+    Returns:
+      Entries (`StateTarget`), with the tensors for them.
 
     Raises:
-      TracedStateError: a changed entry is not a jax tensor, so it cannot be a result;
-        or the function has changed the parameter groups.
+      TracedStateError: there are entries but `assigns` is False, a changed entry is not
+        a jax tensor, or the function has changed the parameter groups.
     """
     if changed := self._groups.changed():
       raise TracedStateError(
@@ -112,6 +119,13 @@ class State:
           found.append((StateTarget(*owners, name), value))
         elif not isinstance(value, Tensor) and not _is_equal(before.get(name), value):
           raise host_state_error(self.optimizer, name)
+    if found and not assigns:
+      name = type(self.optimizer).__name__
+      raise TracedStateError(
+        f"{name} would make its state inside `{boundary.name}`. Run one step before, "
+        "so that the state exists."
+      )
+    self.undo()
     return found
 
   def keep(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -176,33 +190,3 @@ def record(
   if boundary.attributes is not None:
     states = boundary.attributes.states
     states.setdefault(id(optimizer), State(optimizer)).keep(created)
-
-
-def extract(boundary: Boundary, states: dict[int, State], assigns: bool) -> list:
-  """Remove the state entries that a trace has created, to make them results.
-
-  Args:
-    boundary: boundary of the trace.
-    states: states of the optimizers with a step in the trace.
-    assigns: the tensors can be results of the function.
-
-  Returns:
-    Entries of states (`StateTarget`), with the tensors for them.
-
-  Raises:
-    TracedStateError: there are entries but `assigns` is False, or state on the host
-      has changed.
-  """
-  created = []
-  for state in states.values():
-    found = state.created(boundary)
-    if found and not assigns:
-      name = type(state.optimizer).__name__
-      raise TracedStateError(
-        f"{name} would make its state inside `{boundary.name}`. Run one step before, "
-        "so that the state exists."
-      )
-    created += found
-  for state in states.values():
-    state.undo()
-  return created

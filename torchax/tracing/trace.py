@@ -37,7 +37,6 @@ from torchax.rng import KeyedFunction, NewOperands, is_typed_key
 from torchax.tensor import Tensor, new_tensor
 from torchax.tracing import (
   autograd_bridge,
-  optimizer_state,
   optimizers,
   program_keys,
   static_arguments,
@@ -240,9 +239,9 @@ class Traced:
       ]
       out = self._call(inner, treedef, specialization, needs)
       arrays = arrays_of(out)
-      assigned = self._extract_assigned(boundary)
+      assigned = boundary.attributes.extract(boundary, self.options.assigns)
       self.captures.detect_gradients(trained_leaves(boundary), grads)
-      changes = collect(self.__name__, boundary, inner, born, specialization, lifted)
+      changes = collect(boundary, inner, born, specialization, lifted)
       effects = Effects.of(changes, assigned)
       effects.environments = environments_of_results(out)
       if specialization.wants_grad is not None:
@@ -287,9 +286,7 @@ class Traced:
       try:
         yield
       except BaseException:
-        attributes.undo_traced(boundary)
-        for state in attributes.states.values():
-          state.undo(has_failed=True)
+        attributes.undo(boundary)
         raise
       finally:
         drop_traced_grads(boundary, lifted)
@@ -309,14 +306,6 @@ class Traced:
         self._raise_lost_gradient(error)
       raise
     return static_arguments.box_results(out, self.__name__)
-
-  def _extract_assigned(self, boundary: Boundary) -> list[tuple]:
-    """Undo the assignments of the trace; return the targets with their tensors."""
-    assigns, attributes = self.options.assigns, boundary.attributes
-    return [
-      *attributes.extract(boundary, self.__name__, assigns),
-      *optimizer_state.extract(boundary, attributes.states, assigns),
-    ]
 
   def record_trace(self, operands, args: tuple, kwargs: dict) -> None:
     """Record the key of a finished trace, to explain the next one."""
