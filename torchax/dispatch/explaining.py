@@ -7,10 +7,10 @@ import jax
 import torch
 
 from torchax.compat import jax_compat
-from torchax.core import narrowing
+from torchax.core import mappings, narrowing
 from torchax.core.error_messages import donated_error, leaked_tracer_error
 from torchax.devices import placement
-from torchax.dispatch import compiling, index_checks, torch_checks
+from torchax.dispatch import compiling, torch_checks
 from torchax.errors import MixedDeviceError, WrongDtypeError
 from torchax.registry.operators import Operator
 
@@ -81,5 +81,13 @@ def require_label_dtypes(op, args, kwargs, operator: Operator) -> None:
   try:
     rules = list(operator.checks.rules(*args, **(kwargs or {})))
   except EXPLAINED:
-    rules = []  # the shapes do not match
-  index_checks.require_dtypes(rules, str(op))
+    return  # the shapes do not match
+  for rule in rules:
+    dtype = getattr(rule.numbers, "dtype", None)
+    if isinstance(dtype, torch.dtype) and not rule.applies_to(
+      mappings.t2j_dtype(dtype)
+    ):
+      raise RuntimeError(
+        f"{op} expects integers, torch.int64, for indices and labels, but got {dtype}. "
+        "Convert them with `.long()`."
+      )

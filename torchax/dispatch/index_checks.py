@@ -15,7 +15,7 @@ import torch
 
 from torchax.compat import jax_compat, user_code
 from torchax.config import Configuration
-from torchax.core import host_memory, mappings
+from torchax.core import host_memory
 from torchax.core.boundary import guard_on_field
 from torchax.core.chains import WHOLE
 from torchax.registry.index_rules import Rule
@@ -45,19 +45,6 @@ def require(rules: Iterable[Rule], name: str, config: Configuration) -> None:
     error = rule.error_for(numbers)
     if error is not None:
       raise error
-
-
-def require_dtypes(rules: Iterable[Rule], name: str) -> None:
-  """Raise RuntimeError for indices or labels that are not integers."""
-  for rule in rules:
-    dtype = getattr(rule.numbers, "dtype", None)
-    if isinstance(dtype, torch.dtype) and not rule.applies_to(
-      mappings.t2j_dtype(dtype)
-    ):
-      raise RuntimeError(
-        f"{name} expects integers, torch.int64, for indices and labels, but got "
-        f"{dtype}. Convert them with `.long()`."
-      )
 
 
 def _known_values(given, waits: bool) -> np.ndarray | None:

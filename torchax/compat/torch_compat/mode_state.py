@@ -18,23 +18,15 @@ without_modes = private.find(
   "numbers that are read while torch captures a graph",
 )
 
-# The same for reads of shapes. Without it they are correct, but modes see them.
-without_modes_for_reads = (
-  contextlib.nullcontext
-  if isinstance(without_modes, private.Unavailable)
-  else without_modes
-)
-
 # Context manager: torch functions skip their overrides; dispatch still sees their
 # operations.
 without_function_modes = private.find(
   "torch._C.DisableTorchFunction", "backward passes and checkpoints"
 )
-# The same for reads. Without it they are correct, but modes see them.
-without_function_modes_for_reads = (
-  contextlib.nullcontext
-  if isinstance(without_function_modes, private.Unavailable)
-  else without_function_modes
+# The same two for reads. Without them reads are correct, but modes see them.
+without_modes_for_reads, without_function_modes_for_reads = (
+  contextlib.nullcontext if isinstance(context, private.Unavailable) else context
+  for context in (without_modes, without_function_modes)
 )
 _OVERRIDES = "functions of torch that are caught above their operations"
 # Context managers that disable and re-enable `__torch_function__` of classes.
