@@ -217,7 +217,9 @@ def _begin_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict):
   boundary = active.boundary
   if boundary is None or _STEP in vars(optimizer):
     return None
-  if _outlives_trace(optimizer):
+  parameters = optimizer_state.parameters_of(optimizer)
+  # The state outlives the trace if the parameters do.
+  if all(isinstance(p, Tensor) and p._storage.birth is None for p in parameters):
     optimizer_state.record(optimizer, boundary, _create_state(optimizer))
   counts = [state["step"] for state in optimizer.state.values() if "step" in state]
   if not all(isinstance(count, Tensor) for count in counts):
@@ -248,12 +250,6 @@ def _install() -> Callable[[], None]:
 
 tracing_steps = WhileNeeded(_install)
 """Context manager: optimizer steps inside a trace run on copies."""
-
-
-def _outlives_trace(optimizer: torch.optim.Optimizer) -> bool:
-  """Return True if the parameters, and so the state, outlive the trace."""
-  parameters = optimizer_state.parameters_of(optimizer)
-  return all(isinstance(p, Tensor) and p._storage.birth is None for p in parameters)
 
 
 def _create_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

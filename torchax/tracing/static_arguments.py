@@ -56,7 +56,7 @@ def box(tree, constants: frozenset[type] = frozenset()) -> Any:
       return BoxedGenerator(leaf)
     return box_container(leaf, lambda part: box(part, constants)) or leaf
 
-  return jax.tree.map(box_leaf, tree, is_leaf=_is_whole)
+  return jax.tree.map(box_leaf, tree, is_leaf=lambda v: is_tensor(v) or is_adopted(v))
 
 
 def box_arguments(tree) -> Any:
@@ -84,10 +84,6 @@ def box_results(tree, name: str) -> Any:
         "its tensors in a tuple or dict."
       )
   return boxed
-
-
-def _is_whole(value) -> bool:
-  return isinstance(value, torch.Tensor) or is_adopted(value)
 
 
 def unbox(tree) -> Any:
