@@ -22,6 +22,7 @@ from torchax.dispatch.operands import number_array
 from torchax.environment import default_env
 from torchax.tensor import Tensor, new_tensor
 from torchax.tracing.guards import Guards
+from torchax.tracing.modules import is_alive
 from torchax.tracing.specialization import CapturedTensors, CaptureKey, is_trained
 
 _array_of_storage = operator.attrgetter("array")
@@ -144,10 +145,9 @@ class Captures:
 
   def _drop_dead(self) -> None:
     """Drop tensors born in an outer trace that has ended."""
-    births = [tensor._storage.birth for tensor in self.tensors]
-    if any(birth is not None and birth.closed for birth in births):
-      pairs = zip(self.tensors, births)
-      self._replace([t for t, birth in pairs if birth is None or not birth.closed])
+    alive = list(filter(is_alive, self.tensors))
+    if len(alive) < len(self.tensors):
+      self._replace(alive)
 
   def _replace(self, tensors: list[Tensor], is_other_edition: bool = False) -> None:
     """Set the captured tensors, with a new key for their programs."""

@@ -27,7 +27,7 @@ from torchax.core.static_values import describe_value, key_of
 from torchax.core.storage import Storage
 from torchax.errors import MutationError
 from torchax.tensor import Tensor
-from torchax.tracing.modules import Members, Values, is_same, writes
+from torchax.tracing.modules import Members, Values, changed_names, is_same, writes
 
 # Stop guarding on a value after the traced function has changed it in this many traces.
 MOST_CHANGES = 8
@@ -103,11 +103,8 @@ class ModuleGuards:
     for number, values in self._values.values():
       before = values.now
       values.look()
-      if values.now is before or values.now == before:
-        continue
-      for name in {**before, **values.now}:
-        if before.get(name) != values.now.get(name):
-          self._count_change(number, values.kind, name)
+      for name in changed_names(before, values.now):
+        self._count_change(number, values.kind, name)
     self.members.record()  # replacements by the function itself are part of its trace
     self._seen = (-2, -2)  # differs from any count, so the next call compares all
 

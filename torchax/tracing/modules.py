@@ -159,12 +159,15 @@ class Values:
 
   def changed(self) -> Iterator[tuple]:
     """Yield (name, key) of each value that differs from the first one."""
-    first, now = self.first, self.now
-    if first is now or first == now:
-      return
-    for name in {**first, **now}:
-      if first.get(name) != now.get(name):
-        yield name, now.get(name)
+    for name in changed_names(self.first, self.now):
+      yield name, self.now.get(name)
+
+
+def changed_names(before: dict, now: dict) -> list[str]:
+  """Return the names whose values differ."""
+  if before is now:
+    return []
+  return [name for name in {**before, **now} if before.get(name) != now.get(name)]
 
 
 def containers_in(value) -> Iterator[tuple]:
@@ -396,7 +399,7 @@ class Attributes:
     for assignment in self.assigned(boundary):
       if assigns and not self._was_read(assignment, boundary):
         results.append(assignment)
-      elif assignment.is_registered or _is_alive(assignment.before):
+      elif assignment.is_registered or is_alive(assignment.before):
         found.append(assignment)
     arrays = []
     for assignment in found:
@@ -428,7 +431,7 @@ class Attributes:
     before = assignment.before
     if assignment.is_registered:
       return True
-    if not _is_alive(before):
+    if not is_alive(before):
       return False
     storage = before._storage
     shadow = boundary.shadows.get(id(storage))
@@ -442,7 +445,7 @@ class Attributes:
 
   def _obstacle(self, assignment: Assignment) -> str | None:
     before, value = assignment.before, assignment.value
-    if not _is_alive(before):
+    if not is_alive(before):
       return "that had no jax tensor before"
     if isinstance(before, torch.nn.Parameter):
       return "that is a parameter"
@@ -468,7 +471,7 @@ def is_born_in(tensor, boundary: Boundary) -> TypeGuard[Tensor]:
   return isinstance(tensor, Tensor) and tensor._storage.birth is boundary
 
 
-def _is_alive(value) -> TypeGuard[Tensor]:
+def is_alive(value) -> TypeGuard[Tensor]:
   """Return True for a jax tensor, unless it was born in a trace that has ended."""
   if not isinstance(value, Tensor):
     return False

@@ -17,6 +17,7 @@ from torchax import logs
 from torchax.compat.user_code import name_of, positional, signature_of
 from torchax.core.static_values import StaticValue, describe_value
 from torchax.tensor import Tensor
+from torchax.tracing.modules import changed_names
 from torchax.tracing.specialization import is_trained
 from torchax.tracing.static_arguments import BoxedGenerator
 
@@ -159,8 +160,8 @@ class History:
     if not self._keys:
       return ()
     # Among equally similar traces, take the latest.
-    fewest = min(reversed(self._keys), key=lambda before: len(_changes(before, key)))
-    changes = _changes(fewest, key)
+    fewest = min(reversed(self._keys), key=lambda known: len(changed_names(key, known)))
+    changes = changed_names(key, fewest)
     if not changes:
       return ("what was compiled for the same was dropped",)
     return tuple(
@@ -175,7 +176,3 @@ def _ordinal(number: int) -> str:
   is_teen = number % 100 in (11, 12, 13)
   ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
   return f"{number}th" if is_teen else f"{number}{ending}"
-
-
-def _changes(before: ProgramKey, now: ProgramKey) -> list[str]:
-  return [name for name in {**now, **before} if before.get(name) != now.get(name)]
