@@ -9,6 +9,7 @@ are operands: it uses the numbers of the program's first call. If torch refuses 
 """
 
 import contextlib
+import functools
 import threading
 import warnings
 from typing import Any
@@ -185,7 +186,7 @@ def _count(given) -> int:
 
 
 def _error_of(op, args, kwargs, convert, dtypes: dict) -> Exception | None:
-  """Return torch's error for tensors created by `convert(shape, dtype)`, or None."""
+  """Return torch's error for tensors created by `convert(shape, dtype=)`, or None."""
   with (
     torch_compat.without_function_modes_for_reads(),
     torch_compat.without_modes_for_reads(),
@@ -213,20 +214,16 @@ def _error_of(op, args, kwargs, convert, dtypes: dict) -> Exception | None:
 
 def _convert_leaf(leaf, convert, dtypes: dict):
   if isinstance(leaf, torch.Tensor):
-    return convert(leaf.shape, dtypes.get(leaf.dtype, leaf.dtype))
+    return convert(leaf.shape, dtype=dtypes.get(leaf.dtype, leaf.dtype))
   if isinstance(leaf, jax.Array):
     dtype = mappings.j2t_dtype(leaf.dtype)
-    return convert(leaf.shape, dtypes.get(dtype, dtype))
+    return convert(leaf.shape, dtype=dtypes.get(dtype, dtype))
   return None if isinstance(leaf, torch.Generator) else leaf
 
 
-def _meta(shape, dtype):
-  return torch.empty(shape, dtype=dtype, device="meta")
+_meta = functools.partial(torch.empty, device="meta")
+_zeros = functools.partial(torch.zeros, device="cpu")
 
 
-def _zeros(shape, dtype):
-  return torch.zeros(shape, dtype=dtype, device="cpu")
-
-
-def _ones(shape, dtype):
+def _ones(shape, *, dtype):
   return torch.ones(shape, dtype=torch.uint8, device="cpu").to(dtype)
