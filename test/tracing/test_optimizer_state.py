@@ -8,6 +8,7 @@ import functools
 
 import pytest
 import torch
+from compare import assert_same
 from torch import nn, optim
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
@@ -248,21 +249,42 @@ def test_a_hook_changing_groups_in_a_traced_step_raises():
   "compile_step",
   [jax_jit, torchax.compile, lambda step: functools.partial(torchax.explain, step)],
 )
-def test_a_schedule_in_a_compiled_function_raises(compile_step):
+@pytest.mark.parametrize("comes_first", [False, True])
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_a_schedule_in_a_compiled_function_raises(compile_step, comes_first):
   model = _model().to("jax")
   optimizer = optim.SGD(model.parameters(), 1.0)
   schedule = optim.lr_scheduler.StepLR(optimizer, 1)
   before = {name: p.clone() for name, p in model.state_dict().items()}
 
   def step(x):
+    if comes_first:
+      schedule.step()
     loss = _step(model, optimizer, x)
-    schedule.step()
+    if not comes_first:
+      schedule.step()
     return loss
 
   with pytest.raises(TracedStateError, match="changes 'lr'.*schedule after the call"):
     compile_step(step)(X.to("jax"))
   assert optimizer.param_groups[0]["lr"] == 1.0
   assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
+
+
+def test_a_learning_rate_may_be_an_argument_of_a_compiled_step():
+  expected, model = _model(), _model().to("jax")
+  plain, optimizer = (optim.Adam(m.parameters(), 1.0) for m in (expected, model))
+
+  def step(model, optimizer, x, rate):
+    optimizer.param_groups[0]["lr"] = rate
+    return _step(model, optimizer, x)
+
+  compiled = jax_jit(lambda x, rate: step(model, optimizer, x, rate))
+  for rate in (0.05, 0.025, 0.05):
+    compiled(X.to("jax"), torch.tensor(rate, device="jax"))
+    step(expected, plain, X, rate)
+  assert optimizer.param_groups[0]["lr"] == 1.0, "no traced value outlives the trace"
+  assert_same(dict(model.state_dict()), dict(expected.state_dict()))
 
 
 def test_equal_numbers_may_be_assigned_to_groups_in_a_trace():

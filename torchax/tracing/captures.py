@@ -9,7 +9,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import torch
@@ -24,6 +24,8 @@ from torchax.tensor import Tensor, new_tensor
 from torchax.tracing.guards import Guards
 from torchax.tracing.modules import is_alive
 from torchax.tracing.specialization import CapturedTensors, CaptureKey, is_trained
+
+T = TypeVar("T")
 
 _array_of_storage = operator.attrgetter("array")
 
@@ -112,7 +114,7 @@ class Captures:
     if self.tensors or active.boundary is not None:
       return  # inside another trace the outer function would capture the guess too
     found: dict[int, Tensor] = {}
-    for module in reachable_modules(self._guess_from):
+    for module in reachable(self._guess_from, torch.nn.Module):
       for part in module.modules():
         tables: tuple[dict, ...] = (part._parameters, part._buffers, vars(part))
         for value in itertools.chain.from_iterable(map(dict.values, tables)):
@@ -230,8 +232,8 @@ def module_of(function) -> torch.nn.Module | None:
   return owner if isinstance(owner, torch.nn.Module) else None
 
 
-def reachable_modules(function) -> list[torch.nn.Module]:
-  """Return the modules that a function refers to.
+def reachable(function, kind: type[T]) -> list[T]:
+  """Return the objects of a class that a function refers to.
 
   They are its owner, and those in its globals, defaults, closure and partial arguments.
   """
@@ -248,7 +250,7 @@ def reachable_modules(function) -> list[torch.nn.Module]:
     for cell in function.__closure__ or ():
       with contextlib.suppress(ValueError):  # a name that has no value yet
         found.append(cell.cell_contents)
-  return [value for value in found if isinstance(value, torch.nn.Module)]
+  return [value for value in found if isinstance(value, kind)]
 
 
 class Numbers:

@@ -344,10 +344,12 @@ class Attributes:
   Attributes:
     states: states of optimizers with a traced step, by the optimizer's identity
       (`optimizer_state.py`).
+    groups: parameter groups of optimizers, by the optimizer's identity.
   """
 
   def __init__(self):
     self.states: dict[int, Any] = {}
+    self.groups: dict[int, Any] = {}
     self._before: dict[int, tuple[torch.nn.Module, list[tuple[dict, dict]]]] = {}
 
   def record(self, module: torch.nn.Module) -> None:
@@ -376,6 +378,8 @@ class Attributes:
       assignment.undo()
     for state in self.states.values():
       state.undo(has_failed=True)
+    for groups in self.groups.values():
+      groups.restore()
 
   def extract(self, boundary: Boundary, assigns: bool) -> list[tuple]:
     """Undo the assignments of a trace, and turn them into effects of the function.
@@ -393,8 +397,12 @@ class Attributes:
 
     Raises:
       MutationError: the assigned tensor cannot be written to the earlier one.
-      TracedStateError: state of an optimizer cannot be a result (`State.extract`).
+      TracedStateError: state of an optimizer cannot be a result (`State.extract`), or
+        its parameter groups have changed.
     """
+    for groups in self.groups.values():
+      groups.require_unchanged(boundary)
+      groups.restore()
     found, results = [], []
     for assignment in self.assigned(boundary):
       if assigns and not self._was_read(assignment, boundary):

@@ -16,6 +16,7 @@ from torchax.core.static_values import Identity
 from torchax.core.storage import active
 from torchax.errors import TracedStateError
 from torchax.tensor import Tensor
+from torchax.tracing.modules import is_born_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,17 +52,29 @@ class Groups:
     self._optimizer = optimizer
     self._groups = [(group, dict(group)) for group in optimizer.param_groups]
 
-  def changed(self) -> list[str]:
-    """Return the names of entries that have another value now."""
+  def changed(self, boundary: Boundary | None = None) -> list[str]:
+    """Return the names of entries with another value, except tensors of the trace."""
     now = self._optimizer.param_groups
     names = [] if len(now) == len(self._groups) else ["params"]
     for group, (_, before) in zip(now, self._groups):
       names += [
         name
         for name, value in group.items()
-        if value is not before.get(name) and not _is_equal(before.get(name), value)
+        if value is not before.get(name)
+        and not _is_equal(before.get(name), value)
+        and not (boundary and is_born_in(value, boundary))
       ]
     return names
+
+  def require_unchanged(self, boundary: Boundary) -> None:
+    """Raise TracedStateError if a traced function has changed the groups."""
+    if changed := self.changed(boundary):
+      raise TracedStateError(
+        f"`{boundary.name}` changes {changed[0]!r} of the parameter groups of "
+        f"{type(self._optimizer).__name__}, which a compiled function does only while "
+        "it is traced. Step a learning-rate schedule after the call: the next call "
+        "reads the new number."
+      )
 
   def restore(self) -> None:
     """Restore the groups and their entries."""
@@ -72,11 +85,10 @@ class Groups:
 
 
 class State:
-  """State and parameter groups of an optimizer before its first step in a trace."""
+  """State of an optimizer before its first step in a trace."""
 
   def __init__(self, optimizer: torch.optim.Optimizer):
     self.optimizer = optimizer
-    self._groups = Groups(optimizer)
     # Parameters whose state `optimizers.py` created before the step.
     self._created: list[torch.Tensor] = []
     self._before = {
@@ -96,16 +108,9 @@ class State:
       Entries (`StateTarget`), with the tensors for them.
 
     Raises:
-      TracedStateError: there are entries but `assigns` is False, a changed entry is not
-        a jax tensor, or the function has changed the parameter groups.
+      TracedStateError: there are entries but `assigns` is False, or a changed entry is
+        not a jax tensor.
     """
-    if changed := self._groups.changed():
-      raise TracedStateError(
-        f"`{boundary.name}` changes {changed[0]!r} of the parameter groups of "
-        f"{type(self.optimizer).__name__}, which a compiled function does only while "
-        "it is traced. Step a learning-rate schedule after the call: the next call "
-        "reads the new number."
-      )
     found: list[tuple[StateTarget, torch.Tensor]] = []
     for parameter, entries in self.optimizer.state.items():
       if not isinstance(entries, dict):
@@ -114,7 +119,7 @@ class State:
       for name, value in entries.items():
         if name in before and before[name] is value:
           continue
-        if isinstance(value, Tensor) and value._storage.birth is boundary:
+        if is_born_in(value, boundary):
           owners = Identity(self.optimizer), Identity(parameter)
           found.append((StateTarget(*owners, name), value))
         elif not isinstance(value, Tensor) and not _is_equal(before.get(name), value):
@@ -140,7 +145,6 @@ class State:
     Args:
       has_failed: the trace has failed; remove the state passed to `keep` as well.
     """
-    self._groups.restore()
     state = self.optimizer.state
     for parameter in self._created if has_failed else ():
       self._before.pop(parameter, None)
@@ -187,6 +191,13 @@ def record(
 
   The state of the parameters `created` was created for the trace and outlives it.
   """
+  record_groups(optimizer, boundary)
   if boundary.attributes is not None:
     states = boundary.attributes.states
     states.setdefault(id(optimizer), State(optimizer)).keep(created)
+
+
+def record_groups(optimizer: torch.optim.Optimizer, boundary: Boundary) -> None:
+  """Record the parameter groups at the start of a trace, or at the first step in it."""
+  if boundary.attributes is not None:
+    boundary.attributes.groups.setdefault(id(optimizer), Groups(optimizer))

@@ -23,6 +23,7 @@ import jax
 import numpy as np
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.optim.lr_scheduler import LRScheduler
 
 from torchax import amp
 from torchax.compat import torch_compat
@@ -37,6 +38,7 @@ from torchax.rng import KeyedFunction, NewOperands, is_typed_key
 from torchax.tensor import Tensor, new_tensor
 from torchax.tracing import (
   autograd_bridge,
+  optimizer_state,
   optimizers,
   program_keys,
   static_arguments,
@@ -45,7 +47,7 @@ from torchax.tracing.captures import (
   Captures,
   Numbers,
   module_of,
-  reachable_modules,
+  reachable,
 )
 from torchax.tracing.conversions import arrays_of
 from torchax.tracing.effects import (
@@ -263,8 +265,14 @@ class Traced:
       guards=self.guards,
     )
     boundary.attributes = Attributes()
-    for module in reachable_modules(self.function):
+    for module in reachable(self.function, torch.nn.Module):
       self.guards.guard_on_module(module)
+    schedules = reachable(self.function, LRScheduler)
+    for optimizer in [
+      *reachable(self.function, torch.optim.Optimizer),
+      *[schedule.optimizer for schedule in schedules],
+    ]:
+      optimizer_state.record_groups(optimizer, boundary)
     owner = module_of(self.function)
     if owner is not None:
       boundary.attributes.record(owner)
