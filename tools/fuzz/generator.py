@@ -92,6 +92,8 @@ class _Maker:
     return variables
 
   def _runs(self, statement: str) -> bool:
+    is_always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)  # else a statement that warns passes the second time
     try:
       with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -100,6 +102,8 @@ class _Maker:
       raise
     except Exception:  # torch refuses it
       return False
+    finally:
+      torch.set_warn_always(is_always)
     return all(map(_is_moderate, self._tensors().values()))
 
 
@@ -114,9 +118,11 @@ def _depends_on_layout(statement: str, tensors: dict[str, torch.Tensor]) -> bool
 
 
 def _is_moderate(tensor: torch.Tensor) -> bool:
-  """Return True if the size and the numbers of a tensor are small enough to compare."""
+  """Return True if a tensor can be compared: its size and its numbers are small."""
   if tensor.numel() > MOST_ELEMENTS or tensor.dim() > MOST_DIMS:
     return False
+  if tensor.requires_grad and not (tensor.is_floating_point() or tensor.is_complex()):
+    return False  # torch's fill_ of integers makes one, and its backward pass fails
   tensor = tensor.detach()
   if not tensor.numel() or tensor.dtype is torch.bool:
     return True

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import torchax
-from tools.fuzz import comparing, ways
+from tools.fuzz import comparing, generator, ways
 from tools.fuzz.comparing import Verdict, compare
 from tools.fuzz.generator import generate
 from tools.fuzz.program import Program
@@ -119,8 +119,17 @@ def test_shrinking_leaves_the_lines_that_fail():
 
 
 def test_a_seed_gives_the_same_program():
+  # torch warns only once of a statement that the second generator run tries.
   assert generate(5) == generate(5)
+  assert generate(9877) == generate(9877)
   assert len({generate(seed).source for seed in range(20)}) == 20
+
+
+def test_no_integers_with_gradients_in_programs():
+  numbers = torch.arange(3)
+  assert generator._is_moderate(numbers)
+  numbers.fill_(torch.ones((), requires_grad=True))
+  assert numbers.requires_grad and not generator._is_moderate(numbers)
 
 
 def test_tolerance_is_relative_to_the_largest_number():
