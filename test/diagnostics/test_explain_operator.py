@@ -23,8 +23,8 @@ FIRST = {
   aten.nonzero.default: ("lowering", "_aten_nonzero", "not compiled"),
   aten.transpose.int: ("special plan", "ViewPlan", "it is a view"),
   aten.q_scale.default: ("special plan", "refusing_plan.<lambda>", "refused"),
-  aten.add_.Tensor: ("derived form", "InPlacePlan", "in-place form of aten.add.Tensor"),
-  aten.add.out: ("derived form", "OutPlan", "out= form of aten.add.Tensor"),
+  aten.add_.Tensor: ("variant", "InPlacePlan", "in-place variant of aten.add.Tensor"),
+  aten.add.out: ("variant", "OutPlan", "out= variant of aten.add.Tensor"),
   aten.linalg_norm.default: ("torch", "its operations, one by one", "taken apart"),
   aten._aminmax.default: ("error", "OperatorNotFound", "no lowering"),
 }

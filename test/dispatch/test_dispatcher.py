@@ -1,4 +1,4 @@
-"""Dispatch of one operation, torch to JAX and back: derived forms, promotion, errors.
+"""Dispatch of one operation: derived variants, promotion, errors.
 
 Results of each lowering are tested in `ops/`; here are laws of all operations.
 """

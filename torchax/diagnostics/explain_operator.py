@@ -215,7 +215,7 @@ def _answer(choice: Choice, overload, env) -> tuple[str, str, str]:
   if choice.step is Step.DERIVED:
     inner = env._dispatcher.choose(source)
     kind = "out=" if schema_of(overload).outputs else "in-place"
-    why = f"the {kind} form of {source}, whose step is: {inner.step.value}"
+    why = f"the {kind} variant of {source}, whose step is: {inner.step.value}"
     return _name(choice.plan), _where(choice.plan), why
   if choice.step is Step.DECOMPOSITION:
     own = overload in env._decomps.own

@@ -2,7 +2,7 @@
 
 `Tensor.__torch_dispatch__` calls it. A plan is a callable `(args, kwargs) -> result`.
 `Dispatcher.choose` tries four steps in order: the table of special plans, the in-place
-and `out=` forms derived from torch's schemas, the registered lowerings, and torch's
+and `out=` variants derived from torch's schemas, the registered lowerings, and torch's
 decompositions. Read next: `plans.py`, the plan of most operations.
 """
 
@@ -36,7 +36,7 @@ class Step(enum.Enum):
   """Steps that choose the plan of an overload, in order."""
 
   SPECIAL = "special plan"
-  DERIVED = "derived form"
+  DERIVED = "variant"
   LOWERING = "lowering"
   DECOMPOSITION = "decomposition"
 
@@ -47,7 +47,7 @@ class Choice(NamedTuple):
   Attributes:
     step: the first step with a plan.
     plan: callable `(args, kwargs) -> result`.
-    source: the row of `special_plans.TABLE`, the functional overload of a derived form,
+    source: the row of `special_plans.TABLE`, the functional overload of a derived plan,
       or the operator.
   """
 
@@ -116,7 +116,7 @@ class Dispatcher:
     return row.make(func, lambda: self._default_plan(func), self._env), row
 
   def _derived(self, func):
-    """Derive the plan of an in-place or `out=` form from its functional form's."""
+    """Derive the plan of an in-place or `out=` variant from the functional one's."""
     if not isinstance(func, torch_compat.OpOverload):
       return None
     operator, schema = self.operator(func), schema_of(func)

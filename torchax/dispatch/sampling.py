@@ -58,7 +58,7 @@ class Sampling:
       result = execute([*draw, *operands])
       if Recording.count or stream.log is not None:
         recorded = recorded_arguments.plain(args, kwargs)
-        stream.draw(self.name, self._distribution(args), result, recorded)
+        stream.record_draw(self.name, self._distribution(args), result, recorded)
       else:
         stream.advance(1)
     if draws is not None:

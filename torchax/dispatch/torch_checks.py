@@ -27,8 +27,8 @@ from torchax.registry.schema import schema_of
 _META_MESSAGES = ("meta", "Could not run", "PrivateUse1")
 # Start of the error for an operation without a kernel for a device.
 _NO_KERNEL = "Could not run"
-# Part of torch's parser errors. In-place forms have defaults that functional ones lack,
-# and torch has already parsed the call.
+# Part of torch's parser errors. In-place variants have defaults that functional ones
+# lack, and torch has already parsed the call.
 _PARSER_MESSAGE = "Declaration: "
 # Classes of torch's errors about arguments.
 _ARGUMENT_ERRORS = (RuntimeError, IndexError, ValueError, TypeError, AssertionError)

@@ -43,7 +43,7 @@ def _item(tensor: Tensor):
 
 
 class CopyPlan:
-  """Plan of `copy_`: the derived in-place form within jax, else through the host."""
+  """Plan of `copy_`: the derived in-place variant within jax, else through the host."""
 
   def __init__(self, op, default, env):
     self.in_place = default()

@@ -80,7 +80,7 @@ STEPS: dict = {
   aten.detach.default: None,
   aten.view.default: _reshape,
   aten._reshape_alias.default: _reshape,
-  # Not a view for autograd, but composite `out=` forms write through it.
+  # Not a view for autograd, but composite `out=` variants write through it.
   aten._unsafe_view.default: _reshape,
   aten.squeeze.default: _reshape,
   aten.squeeze.dim: _reshape,

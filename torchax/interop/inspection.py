@@ -129,7 +129,7 @@ def _explanation_of(jitted: Jitted, args: tuple, kwargs: dict[str, Any]) -> Expl
     for name, tensor in zip(captured, traced.captures.tensors)
   }
   operands |= {str(number): number.describe() for number in traced.numbers.expressions}
-  for index, draws in enumerate(traced.pure.draws_of_generators()):
+  for index, draws in enumerate(traced.keyed.draws_of_generators()):
     operands[f"generator {index}"] = f"{draws} draws"
   if advance is not None and advance.draws:
     operands["random stream"] = "key and count"

@@ -106,7 +106,7 @@ class Jitted(Generic[P, R]):
     options = Options(lifts=True, records=True, assigns=True, lifts_numbers=True)
     self.traced = Traced(function, options, captured)
     self._compile = jit
-    self._pure = self.traced.pure
+    self._keyed = self.traced.keyed
     self._env = default_env()
     kwargs = shift_jit_kwargs(jit_kwargs)
     self._all_arguments = kwargs.pop("_all_arguments", None)
@@ -118,15 +118,15 @@ class Jitted(Generic[P, R]):
   def _jit(self, kwargs) -> Any:
     counted = program_limit.Counted(self.traced.__name__, is_of_user=True)
 
-    def pure(rng, operands, *args, **kwargs):
+    def program(rng, operands, *args, **kwargs):
       result = counted.trace(self.traced, rng, operands, *args, **kwargs)
       self.traced.record_trace(operands, args, kwargs)
       return result
 
     # Copy the name only: `__wrapped__` would lead JAX to the user's signature, which
     # lacks the leading operands.
-    pure.__name__ = self.traced.__name__
-    return counted.of(self._compile(pure, **kwargs))
+    program.__name__ = self.traced.__name__
+    return counted.of(self._compile(program, **kwargs))
 
   def _jit_for(self, n_args: int) -> Any:
     if self._jitted is not None:
@@ -227,15 +227,15 @@ class Jitted(Generic[P, R]):
   def _run(self, leaves, extra, args, kwargs) -> tuple:
     """Run the program; return its result, the random operands and the others."""
     jitted = self._jitted or self._jit_for(len(args))
-    traced, pure = self.traced, self._pure
-    if not pure.generators:  # the common case, without the closure below
+    traced, keyed = self.traced, self._keyed
+    if not keyed.generators:  # the common case, without the closure below
       try:
         operands = traced.operands(leaves, extra)
         with current().lock:
-          rng = pure.values()
+          rng = keyed.values()
           result, advance = jitted(rng, operands, *args, **kwargs)
           if advance is not None:
-            pure.commit(advance)
+            keyed.commit(advance)
         return result, rng, operands
       except NewOperands as found:
         found.provide()
@@ -245,7 +245,7 @@ class Jitted(Generic[P, R]):
       result, advance = jitted(rng, operands, *args, **kwargs)
       return (result, rng, operands), advance
 
-    return pure.run(run)
+    return keyed.run(run)
 
   def _differentiable_gradients(self, called, program, gradients):
     """Return differentiable gradients of a recorded call.
@@ -269,7 +269,7 @@ class Jitted(Generic[P, R]):
   def _gradient(self, program, inputs, treedef, autocast, rng, tensors, gradients):
     leaves = inputs.unflatten(tensors)
     args, kwargs = static_arguments.unbox(jax.tree.unflatten(treedef, leaves))
-    with self._pure.replay(arrays_of(rng)), amp.restore_autocast(autocast):
+    with self._keyed.replay(arrays_of(rng)), amp.restore_autocast(autocast):
       out = self.traced.function(*args, **kwargs)
     return program.gradients_of(out, leaves, gradients)
 
@@ -289,7 +289,7 @@ class Jitted(Generic[P, R]):
     """
     leaves, args, kwargs = _flatten(args, kwargs)
     jitted = self._jit_for(len(args))
-    return self._pure.try_abstractly(
+    return self._keyed.try_abstractly(
       lambda rng: jitted.lower(rng, self.traced.operands(leaves), *args, **kwargs)
     )
 
@@ -309,7 +309,7 @@ class Jitted(Generic[P, R]):
     """
     leaves, args, kwargs = _flatten(args, kwargs)
     jitted = self._jit_for(len(args))
-    return self._pure.try_abstractly(
+    return self._keyed.try_abstractly(
       lambda rng: jitted.trace(rng, self.traced.operands(leaves), *args, **kwargs)
     )
 
@@ -336,7 +336,7 @@ class Jitted(Generic[P, R]):
       form = program_keys.key_of_call(self.traced, operands[1] or ORDINARY, *named)
       return form, effects, advance
 
-    return self._pure.try_abstractly(trace)
+    return self._keyed.try_abstractly(trace)
 
   def _with_static(self, args: tuple, kwargs: dict[str, Any]) -> tuple:
     """Box the arguments that are static by number or name."""

@@ -305,10 +305,10 @@ def _fori_while(functions, args):
 def _while(functions, args, kind="while_loop"):
   def lower(call, rng, captured, args):
     # The loop uses one draw of each stream that its body draws from, as a child key.
-    pure = loop.traced.pure
-    draws = {owner: s.peek(kind) for owner, s in pure.drawn_from(loop.known).items()}
+    keyed = loop.traced.keyed
+    draws = {owner: s.peek(kind) for owner, s in keyed.drawn_from(loop.known).items()}
     keys = {owner: fold_in(*operands) for owner, operands in draws.items()}
-    child = pure.children(rng, keys)
+    child = keyed.children(rng, keys)
     advances: list[Advance] = []
     forms: list = [None, None, None]
 
@@ -344,8 +344,8 @@ def _while(functions, args, kind="while_loop"):
 
   loop = Transformed(kind, functions, lower, times=None)
   value = loop(args)
-  for stream in loop.traced.pure.drawn_from(loop.known).values():
-    stream.draw("while_loop")
+  for stream in loop.traced.keyed.drawn_from(loop.known).values():
+    stream.record_draw("while_loop")
   return value
 
 

@@ -94,7 +94,7 @@ def jax_value_and_grad(
       return (((value, aux) if has_aux else value), effects, grads), advance
 
     try:
-      value, effects, grads = traced.pure.run(run)
+      value, effects, grads = traced.keyed.run(run)
     except TypeError as error:
       _explain(error, traced.__name__, argnums_of_user, len(args))
       raise
@@ -212,7 +212,7 @@ class _Checkpointed:
     self._transformed = Transformed(
       "gradient_checkpoint", (on_dynamic,), self._lower, assigns=True
     )
-    self._transformed.traced.pure.__name__ = name_of(function)
+    self._transformed.traced.keyed.__name__ = name_of(function)
 
   def __call__(self, args, kwargs):
     args = [arg for number, arg in enumerate(args) if number not in self._static]

@@ -75,21 +75,21 @@ class KeyedFunction:
   """Function whose random streams are operands, for any JAX transformation.
 
   Attributes:
-    operands: the streams, in the order of their values.
+    stream_operands: the streams, in the order of their values.
   """
 
   def __init__(self, function: Callable):
     self.function = function
-    self.operands: tuple[Operand, ...] = _ON
+    self.stream_operands: tuple[Operand, ...] = _ON
     self._just_met: list[GeneratorOperand] = []
     # Key and count of the last call, and its values.
     self._last: tuple = (None, None, None)
     self.__name__ = getattr(function, "__name__", type(function).__name__)
 
   def _generators(self) -> list[GeneratorOperand]:
-    if len(self.operands) == 1:
+    if len(self.stream_operands) == 1:
       return []
-    return [each for each in self.operands if isinstance(each, GeneratorOperand)]
+    return [each for each in self.stream_operands if isinstance(each, GeneratorOperand)]
 
   @property
   def generators(self) -> list[torch.Generator]:
@@ -117,7 +117,7 @@ class KeyedFunction:
     If an exception leaves a trace that read outer tracers, JAX keeps the trace alive.
     So the caller finishes the trace first, then raises `NewOperands(needs)`.
     """
-    traced = StreamOperands(self.operands, values)
+    traced = StreamOperands(self.stream_operands, values)
     with (
       scope.drawing_from(traced),
       active_functions.following.hold(),
@@ -143,12 +143,12 @@ class KeyedFunction:
     """Add streams used by a trace to the operands."""
     old_limits = {each: each.limit for each in self._generators()}
     limits = {each: max(each.asked, old_limits.get(each, 0)) for each in generators}
-    self.operands = tuple(
+    self.stream_operands = tuple(
       [
         GeneratorOperand(operand.generator, limits.get(operand, operand.limit))
         if isinstance(operand, GeneratorOperand)
         else operand
-        for operand in dict.fromkeys((*self.operands, *missing))
+        for operand in dict.fromkeys((*self.stream_operands, *missing))
       ]
     )
 
@@ -158,7 +158,9 @@ class KeyedFunction:
     missed = {each for each in generators if not each.asked} & {*self._just_met}
     self._just_met = met
     if met and missed:
-      self.operands = tuple([each for each in self.operands if each not in missed])
+      self.stream_operands = tuple(
+        [each for each in self.stream_operands if each not in missed]
+      )
       raise RngError(
         f"{self.__name__} makes a torch.Generator while it is compiled, which would be "
         "one generator for ever. Make it outside of the function."
@@ -166,7 +168,7 @@ class KeyedFunction:
 
   def replay(self, values: Values) -> contextlib.AbstractContextManager[None]:
     """Replay in the block the draws of the call that had `values`; advance nothing."""
-    return scope.drawing_from(StreamOperands(self.operands, values))
+    return scope.drawing_from(StreamOperands(self.stream_operands, values))
 
   def values(self, times: int = 1) -> Values:
     """Return the positions of the caller's streams, for `times` runs of the function.
@@ -179,9 +181,11 @@ class KeyedFunction:
     except TracedDrawError:
       if self.generators:
         raise
-    if self.operands is _ON and not stream.by_site:
+    if self.stream_operands is _ON and not stream.by_site:
       return self._plain_values(*stream.counter.position())
-    return tuple([operand.read(times, self.__name__) for operand in self.operands])
+    return tuple(
+      [operand.read(times, self.__name__) for operand in self.stream_operands]
+    )
 
   def _plain_values(self, key, count) -> Values:
     """Return the values if the only operand is the active environment's stream.
@@ -201,7 +205,7 @@ class KeyedFunction:
 
   def children(self, values: Values, keys: dict) -> Values:
     """Return the initial values of child streams; `keys` has their keys by owner."""
-    pairs = zip(self.operands, values)
+    pairs = zip(self.stream_operands, values)
     return tuple([value and operand.child(value, keys) for operand, value in pairs])
 
   def commit(self, advance: Advance | None) -> None:
@@ -217,19 +221,19 @@ class KeyedFunction:
       on.check(self.__name__)
     if advance.log and (ledger.Recording.count or on.log is not None):
       ledger.commit(on.log, advance.log, self.streams())
-    for operand, draws in zip(self.operands, advance.draws):
+    for operand, draws in zip(self.stream_operands, advance.draws):
       if draws:
         operand.advance(draws)
     for (index, count, sites), key in zip(advance.seedings, advance.keys):
       by_site = None if sites is None else dict(sites)
-      stream = scope.current(self.operands[index].owner)
+      stream = scope.current(self.stream_operands[index].owner)
       stream.reseed(RngState(key, count, by_site))
 
   def drawn_from(self, advance: Advance) -> dict:
     """Return the caller's streams that the function draws from, by owner."""
     return {
       operand.owner: scope.current(operand.owner)
-      for operand, draws in zip(self.operands, advance.draws)
+      for operand, draws in zip(self.stream_operands, advance.draws)
       if isinstance(operand, EnvironmentOperand) and draws
     }
 
@@ -237,7 +241,7 @@ class KeyedFunction:
     """Return the caller's streams, by the number of their environment."""
     return {
       (operand.owner or scope.streams_on()).number: scope.current(operand.owner)
-      for operand in self.operands
+      for operand in self.stream_operands
       if isinstance(operand, EnvironmentOperand)
     }
 
@@ -264,7 +268,7 @@ class KeyedFunction:
       self._restore(before)
       raise
     if before and advance is not None:
-      for operand, draws in zip(self.operands, advance.draws):
+      for operand, draws in zip(self.stream_operands, advance.draws):
         if not (isinstance(operand, GeneratorOperand) and operand in before):
           continue
         # The call drew fewer words than it took: other calls draw more.

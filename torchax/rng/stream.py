@@ -108,7 +108,7 @@ class RngStream:
     self.draws += draws if path is None else 0
     self.counter.advance_past(draws, path)
 
-  def draw(self, op, distribution="", result=None, arguments=None) -> None:
+  def record_draw(self, op, distribution="", result=None, arguments=None) -> None:
     """Record one draw and advance; `ledger.record` describes the arguments."""
     if ledger.Recording.count or self.log is not None:
       ledger.record(self, op, distribution, result, arguments)
@@ -133,7 +133,7 @@ class RngStream:
     """
     with self.lock:
       key, count = self.peek(name)
-      self.draw(name)
+      self.record_draw(name)
     return rng_state.fold_in(key, count)
 
   def record(self) -> contextlib.AbstractContextManager[ledger.Ledger]:

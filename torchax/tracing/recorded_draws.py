@@ -47,10 +47,10 @@ def dry_run(torch_function: Callable, args: tuple, kwargs: dict[str, Any]) -> Le
     return out
 
   trace = jax.make_jaxpr(on_arrays)
-  program = traced.pure.try_abstractly(lambda rng: trace(rng, *given.dynamic))
+  program = traced.keyed.try_abstractly(lambda rng: trace(rng, *given.dynamic))
   entries = advances[-1].log if advances[-1] else ()
   find_faults = functools.partial(soundness.faults, program)
-  return ledger.dry_run(entries, traced.pure.streams(), find_faults)
+  return ledger.dry_run(entries, traced.keyed.streams(), find_faults)
 
 
 def redraw(draw: Draw, parameters: tuple[torch.Tensor, ...]) -> torch.Tensor:

@@ -118,7 +118,7 @@ class Traced:
     numbers: Python numbers that are operands.
     guards: guards of the function.
     history: keys of its traces.
-    pure: function of the random streams; keeps them, and repeats incomplete traces.
+    keyed: function of the random streams; keeps them, and repeats incomplete traces.
     location: file and line of the function.
   """
 
@@ -131,8 +131,8 @@ class Traced:
     self.numbers = Numbers()
     self.guards = Guards(self.__name__)
     self.history = History(self.__name__)
-    self.pure = KeyedFunction(self._run)
-    self.pure.__name__ = self.__name__
+    self.keyed = KeyedFunction(self._run)
+    self.keyed.__name__ = self.__name__
     # The last call's specialization: its attributes, and the interned object.
     self._last: tuple = (None, None)
 
@@ -208,7 +208,7 @@ class Traced:
       found missing. If there are any callbacks, discard the trace, run them, retrace.
     """
     needs: list[Callable] = []
-    result, advance, met = self.pure.attempt(rng, needs, operands, *args, **kwargs)
+    result, advance, met = self.keyed.attempt(rng, needs, operands, *args, **kwargs)
     return result, advance, [*needs, *met]
 
   def __call__(self, rng, operands: tuple, *args, **kwargs):

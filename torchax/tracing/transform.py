@@ -88,7 +88,7 @@ class Transformed:
     self._lower = lower
     self._may_change = may_change
     self.traced = Traced(self._run_branch, Options(True, True, assigns))
-    self.traced.pure.__name__ = self.traced.__name__ = name
+    self.traced.keyed.__name__ = self.traced.__name__ = name
     # Captured tensors that the functions change.
     self.changing: list[Storage] = []
     # Callbacks that add the operands found missing in the trace (`NewOperands`).
@@ -117,7 +117,7 @@ class Transformed:
     self._of_call = environments_of_call(leaves)
 
     def run(rng):
-      if self.times is None and self.traced.pure.generators:
+      if self.times is None and self.traced.keyed.generators:
         raise RngError(
           f"{self.name} draws with a torch.Generator in a loop whose length is not "
           "known before it runs. Use `scan` or `fori_loop` with numbers for bounds, or "
@@ -129,7 +129,7 @@ class Transformed:
         raise NewOperands(self._needs)
       return result
 
-    out, states = self.traced.pure.run(
+    out, states = self.traced.keyed.run(
       run, lambda: 1 if self.times is None else self.times
     )
     for storage, array in zip(self.changing, states):
