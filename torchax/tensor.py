@@ -2,8 +2,9 @@
 
 torch sees a wrapper subclass without memory on a hidden device, so autograd runs on the
 calling thread; Python sees `device="jax"`. torch keeps shape, strides and dtype. The
-values are in a `Storage`, read through the `Chain` of a view. `__torch_dispatch__`
-passes operations to `environment.py`, and that to `dispatch/dispatcher.py`.
+values are in a `Storage`, read through the `Chain` of a view. `__torch_function__`
+looks for a handler of a torch function in the environment; operations arrive at
+`__torch_dispatch__`. Both call `Environment.dispatch`, which calls the dispatcher.
 """
 
 from __future__ import annotations

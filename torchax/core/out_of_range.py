@@ -1,6 +1,6 @@
-"""Out-of-range indices where no error can be raised: never a plausible value.
+"""Values for out-of-range indices where no error can be raised: never plausible ones.
 
-Inside a compiled function an index is data, and eagerly a check would wait for the
+In a compiled function the index is not known. In eager mode a check would wait for the
 device. A read out of range gives `fill_value`: NaN, the smallest signed or the largest
 unsigned integer, or True. If a write has an index out of range, all its values become
 `fill_value`. The indexing operations (`torchax/ops`) and `chains.py` use this.

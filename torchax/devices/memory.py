@@ -13,7 +13,7 @@ from torchax.devices import placement
 from torchax.types import Device
 
 _IN_USE, _PEAK, _LIMIT = "bytes_in_use", "peak_bytes_in_use", "bytes_limit"
-# By device index: JAX's peak at the last reset, and the maximum seen since.
+# Device index -> [JAX's peak at the last reset, largest value seen since].
 _peaks: dict[int, list[int]] = {}
 
 
@@ -60,8 +60,8 @@ def max_memory_allocated(device: Device = None) -> int:
   """Return the peak of `memory_allocated` on a device.
 
   JAX keeps one peak for the process and cannot reset it. After
-  `reset_peak_memory_stats` the result is the maximum that calls of this function have
-  seen, until JAX's own peak grows.
+  `reset_peak_memory_stats` the result is the largest value at calls of this function.
+  Once JAX's peak exceeds its value at the reset, it is JAX's peak.
 
   Args:
     device: an index, "jax:1" or a `torch.device`; the current device if None.

@@ -1,6 +1,6 @@
 """Dispatcher of an environment: chooses and caches one plan per overload.
 
-`Tensor.__torch_dispatch__` calls it. A plan is a callable `(args, kwargs) -> result`.
+`Environment.dispatch` calls it. A plan is a callable `(args, kwargs) -> result`.
 `Dispatcher.choose` tries four steps in order: the table of special plans, the in-place
 and `out=` variants derived from torch's schemas, the registered lowerings, and torch's
 decompositions. Read next: `plans.py`, the plan of most operations.

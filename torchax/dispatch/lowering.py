@@ -2,7 +2,8 @@
 
 `Lowering` turns operands into arguments, reads views, derives the key of a draw, calls
 the lowering, and writes the result of an in-place operation to its base. `programs.py`
-compiles this body; `Plan` runs it uncompiled if it cannot be compiled.
+compiles this body. `Plan` runs it uncompiled inside a trace, and if it cannot be
+compiled.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """Operations for LSTM, GRU and RNN in a graph, one for each layer and direction.
 
 AOTAutograd would unroll the layers over time, or choose oneDNN's kernel for plain
-tensors. It leaves these custom operations whole, and each becomes one `lax.scan`.
+tensors. It keeps a custom operation whole, and we run it as one `lax.scan`.
 `rnn.network` joins the layers as in eager mode, so dropout between them makes the same
 draws. `backend.py` calls `replace`.
 """
@@ -121,7 +121,7 @@ def _layers(function: Callable, cell: str) -> Callable:
 
 
 def _with_autocast(cell: str, args) -> tuple:
-  """Compute in the dtypes of eager mode on jax; return those of CPU torch."""
+  """Compute in the dtypes of eager mode on jax; cast the results to CPU torch's."""
   policy, lower = amp.CastPolicy.LOWER_PRECISION_FP, torch.get_autocast_dtype("cpu")
   cast, _ = amp.execute_policy(policy, args, {}, lower)
   results = rnn.network(_PARTS, cell, *cast)

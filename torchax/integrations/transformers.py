@@ -61,8 +61,8 @@ def use_jax() -> None:
     RuntimeError: an `Accelerator` on another device exists already.
   """
   accelerate.use_jax()
-  # transformers checks a fixed list of devices without jax. JAX computes in bfloat16 on
-  # each of its devices.
+  # transformers checks a fixed list of devices without jax. All devices of JAX can
+  # compute in bfloat16.
   _arguments.is_torch_bf16_gpu_available = lambda: True
   if RandomStateCallback not in _trainer.DEFAULT_CALLBACKS:
     _trainer.DEFAULT_CALLBACKS.append(RandomStateCallback)

@@ -1,6 +1,7 @@
 """Torch functions under JAX's transformations, and JAX functions under torch.
 
-Start at `jit.py`. The package `tracing` has the dependencies of compiled functions.
+Start at `jit.py`. The captures, guards and effects of a compiled function are in
+`tracing`.
 """
 
 from jax import shard_map

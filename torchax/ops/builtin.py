@@ -1,9 +1,9 @@
 """Decorator of the library's own lowerings.
 
-Such a lowering takes numbers as operands, declares itself where it cannot be compiled,
-and is the only one of its operation. `registry/operators.py` describes both styles.
-Lowerings by users, and those ported from google/torchax, take `op` from
-`torchax.ops.jaten`.
+Numbers are operands of such a lowering. `compiled=False` says that it cannot be
+compiled. An operation has only one. Lowerings by users, and those ported from
+google/torchax, take `op` from `torchax.ops.jaten`. `registry/operators.py` describes
+both.
 """
 
 import functools

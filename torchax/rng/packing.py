@@ -1,8 +1,8 @@
-"""Operands of a stream packed as uint32 words, for callers that take no typed key.
+"""Key and count of a stream as uint32 words, for callers that cannot pass a typed key.
 
 AOTAutograd passes only torch tensors between the forward and the backward pass of a
-compiled graph. So a key is passed as its key data, followed by the count. The Dynamo
-backend (`torchax/dynamo`) calls this.
+compiled graph. So a key is passed as its key data, followed by the count.
+`dynamo/backend.py` packs, and `dynamo/program.py` unpacks.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """Randomized leaky ReLU: in training, each negative number gets its own random slope.
 
-torch's operations write the slopes to `noise` for the gradient.
-`rrelu_with_noise_functional` returns them instead; the other variants call it. Without
+The backward pass needs the slopes. Most variants write them to `noise`;
+`rrelu_with_noise_functional` returns them, and the other variants call it. Without
 training, the slope is the mean of the bounds and nothing is drawn.
 """
 
@@ -52,12 +52,12 @@ def _aten_rrelu_with_noise_functional(
   return self * slopes, slopes.astype(noise.dtype)
 
 
-# torch's limit: closer bounds use one slope, their mean.
+# If the bounds are closer than this, torch uses their mean as the only slope.
 LEAST_WIDTH = 1e-6
 
 
 def _prepare_bounds(arguments: dict) -> None:
-  """Replace the bounds by their mean, and a flag that slopes were drawn."""
+  """Put the mean of the bounds into `lower`; into `upper`, True if slopes were drawn."""
   lower, upper = arguments["lower"], arguments["upper"]
   is_drawn = arguments["training"] and upper - lower > LEAST_WIDTH
   arguments["lower"] = (lower + upper) / 2
