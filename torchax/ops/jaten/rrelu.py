@@ -57,7 +57,7 @@ LEAST_WIDTH = 1e-6
 
 
 def _prepare_bounds(arguments: dict) -> None:
-  """Put the mean of the bounds into `lower`; into `upper`, True if slopes were drawn."""
+  """Put the mean of the bounds into `lower`; into `upper`, True if any was drawn."""
   lower, upper = arguments["lower"], arguments["upper"]
   is_drawn = arguments["training"] and upper - lower > LEAST_WIDTH
   arguments["lower"] = (lower + upper) / 2
