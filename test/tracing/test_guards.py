@@ -138,3 +138,18 @@ def test_an_attribute_changed_by_each_trace_is_not_guarded():
   guards.key()
   module.count += 1
   assert guards.key() == ()
+
+
+def test_guards_follow_a_function_at_an_address_used_again(monkeypatch):
+  outer, first = Guards(), Guards()
+  # One number for all objects replaces an address that is used again.
+  monkeypatch.setattr(module_of_guards, "id", lambda value: 7, raising=False)
+  outer.guard_on_function(first)
+  del first
+  gc.collect()
+  second, module = _with_module()
+  outer.guard_on_function(second)
+  before = outer.key()
+  monkeypatch.undo()
+  module.p = 0.25
+  assert outer.key() != before

@@ -213,7 +213,9 @@ class Guards:
 
   def guard_on_function(self, inner: "Guards") -> None:
     """Guard on the guards of a compiled function that was called in the trace."""
-    if inner is not self and id(inner) not in self._inner:
+    known = self._inner.get(id(inner))
+    is_known = known is not None and known[0]() is inner  # numbers are used again
+    if inner is not self and not is_known:
       self.is_empty = False
       self._inner[id(inner)] = (weakref.ref(inner), inner.key())
 
