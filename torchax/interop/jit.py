@@ -34,7 +34,7 @@ from torchax.tracing import (
   static_arguments,
 )
 from torchax.tracing.autograd_bridge import RecordedCall, bases_of
-from torchax.tracing.conversions import arrays_of, tensors_of
+from torchax.tracing.conversions import array_of, arrays_of, tensors_of
 from torchax.tracing.effects import Effects
 from torchax.tracing.specialization import ORDINARY, with_environments
 from torchax.tracing.trace import Options, Traced
@@ -381,7 +381,7 @@ def _flatten(args, kwargs):
     else:
       return args, arrays, kwargs
   leaves, treedef = jax.tree.flatten(static_arguments.box_arguments((args, kwargs)))
-  args, kwargs = jax.tree.unflatten(treedef, arrays_of(leaves))
+  args, kwargs = jax.tree.unflatten(treedef, list(map(array_of, leaves)))
   return leaves, args, kwargs
 
 

@@ -17,6 +17,7 @@ import torch
 from torch.utils import _pytree as torch_pytree
 
 from torchax import rng
+from torchax.compat import jax_compat
 from torchax.core.partitions import is_tensor
 from torchax.core.static_values import StaticValue
 from torchax.environment import default_env
@@ -128,6 +129,8 @@ _LEAVES = (torch.Tensor, Container, StaticValue)
 
 
 def _tensor_of(leaf):
+  if type(leaf) is jax_compat.ArrayImpl:  # typed keys have another class
+    return new_tensor(leaf, default_env())
   if isinstance(leaf, jax.Array) and not rng.is_typed_key(leaf):
     return new_tensor(leaf, default_env())
   if type(leaf) is StaticValue:
@@ -141,10 +144,11 @@ def arrays_of(tree) -> Any:
   Raises:
     MixedDeviceError: a tensor is on another device.
   """
-  return jax.tree.map(_array_of, tree, is_leaf=is_tensor)
+  return jax.tree.map(array_of, tree, is_leaf=is_tensor)
 
 
-def _array_of(leaf):
+def array_of(leaf) -> Any:
+  """Convert a tensor to an array; other leaves are unchanged."""
   if isinstance(leaf, Tensor):
     return leaf.jax()
   if isinstance(leaf, torch.Tensor):

@@ -50,6 +50,8 @@ def box(tree, constants: frozenset[type] = frozenset()) -> Any:
   """
 
   def box_leaf(leaf):
+    if is_tensor(leaf):
+      return leaf
     if type(leaf) in constants:
       return StaticValue(leaf)
     if isinstance(leaf, torch.Generator):
