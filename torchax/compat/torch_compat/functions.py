@@ -39,8 +39,8 @@ _run_backward = private.find(
 _CUDA_BACKWARD = (
   "torch cannot run a backward pass on CUDA in a process that has another accelerator, "
   "such as jax (https://github.com/pytorch/pytorch/issues/161129). Move the model to "
-  'jax, which uses the GPU too: model.to("jax"). Or train on CUDA in a process that '
-  "does not import torchax."
+  'jax, which uses the GPU too: model.cpu().to("jax"). Or train on CUDA in a process '
+  "that does not import torchax."
 )
 
 
