@@ -111,7 +111,7 @@ class InPlacePlan:
   def _run(self, targets, args, kwargs) -> None:
     """Run one program for all targets. If it raises, no target has changed."""
     plan = self.functional
-    operands, key = plan.flattener.flatten(args, kwargs)
+    operands, static_key = plan.flattener.flatten(args, kwargs)
     bases: list[Any] = []
     writes: list[tuple] = []
     for target in targets:
@@ -131,9 +131,9 @@ class InPlacePlan:
       (write,) = writes
     sharding = self._shardings(targets) if self.overwrites else None
     try:
-      written = plan.run(args, kwargs, [*bases, *operands], key, write, sharding)
+      written = plan.run(args, kwargs, [*bases, *operands], static_key, write, sharding)
     except torch_checks.Refused:
-      with plan.retry_unchecked(args, kwargs, key, write):
+      with plan.retry_unchecked(args, kwargs, static_key, write):
         return self._run(targets, args, kwargs)
     except EXPLAINED as error:
       raise_as_torch(error, self.op, args, kwargs, plan.operator)

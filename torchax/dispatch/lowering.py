@@ -69,20 +69,22 @@ class Lowering:
     self._formula = formula_of(op)
     self.is_inlined = _is_traced if self._formula else jax_compat.is_staging
 
-  def inline(self, key, write, operands):
+  def inline(self, static_key, write, operands):
     """Run as part of the current trace, or uncompiled; see `Plan.run`."""
-    run = functools.partial(self._run, key, write, None, True)
-    return explicit_axes.call(run, operands, self.name, (self, key, write, True))
+    run = functools.partial(self._run, static_key, write, None, True)
+    return explicit_axes.call(run, operands, self.name, (self, static_key, write, True))
 
-  def program(self, key, write, example: torch_checks.Example | None) -> Callable:
+  def program(
+    self, static_key, write, example: torch_checks.Example | None
+  ) -> Callable:
     """Return the function of operands to compile for a key.
 
     Args:
-      key, write: see `Plan.run`.
+      static_key, write: see `Plan.run`.
       example: checks the arguments whenever JAX traces the function; may be None.
     """
-    run = functools.partial(self._run, key, write, example, False)
-    form = (self, key, write, False)
+    run = functools.partial(self._run, static_key, write, example, False)
+    form = (self, static_key, write, False)
 
     def program(*operands):
       return explicit_axes.call(run, operands, self.name, form)
@@ -90,12 +92,12 @@ class Lowering:
     program.__name__ = self.name.replace(".", "_")
     return program
 
-  def _run(self, key, write, example, is_inline, *operands):
+  def _run(self, static_key, write, example, is_inline, *operands):
     if self.is_sampler:
       rng_key, count, *operands = operands
     if write is not None:
       base, *operands = operands
-    args, kwargs = self.flattener.rebuild(key, operands)
+    args, kwargs = self.flattener.rebuild(static_key, operands)
     self.require_real(args, kwargs)
     if example is not None:
       example.require(args, kwargs)

@@ -27,7 +27,7 @@ _MOST_SHAPES = 4096
 
 
 def with_warmup(
-  program: Program, operator: Operator, flattener: Flattener, key
+  program: Program, operator: Operator, flattener: Flattener, static_key
 ) -> Program:
   """Return the program, with the operator's fallback for new shapes around it.
 
@@ -35,13 +35,13 @@ def with_warmup(
     program: compiled function of operands, with `in_traces`.
     operator: operator of its lowering.
     flattener: restores the arguments from the operands.
-    key: static key of the program.
+    static_key: static key of the program.
   """
   count, on_host = operator.draw.shared_bits, operator.execution.on_host
   if count is not None:
 
     def elements(*operands):
-      args, kwargs = flattener.rebuild(key, operands)
+      args, kwargs = flattener.rebuild(static_key, operands)
       return count(*args, **kwargs)
 
     return _with_shared_bits(program, elements)
@@ -49,7 +49,7 @@ def with_warmup(
     return program
 
   def run_on_host(operands):
-    args, kwargs = flattener.rebuild_on_host(key, operands)
+    args, kwargs = flattener.rebuild_on_host(static_key, operands)
     is_small = numpy_fallback.is_small((*args, *kwargs.values()))
     return on_host(*args, **kwargs) if is_small else None
 
@@ -66,22 +66,26 @@ def _with_shared_bits(program: Program, elements: Callable) -> Program:
   # (number of calls, number of elements) by shapes; True after `OFTEN` calls.
   known: BoundedCache[tuple, tuple[int, int] | bool] = BoundedCache(_MOST_SHAPES)
 
-  def run(key, count, *operands):
+  def run(rng_key, count, *operands):
     # Keys of another generator, and one key per row, have no shared bits.
-    shapes = (key.dtype, key.shape, *[shape_of(operand) for operand in operands])
+    shapes = (
+      rng_key.dtype,
+      rng_key.shape,
+      *[shape_of(operand) for operand in operands],
+    )
     found = known.get(shapes)
     if found is True:
-      return program(key, count, *operands)
+      return program(rng_key, count, *operands)
     if found is None:
-      number = _shared_word_count(key, operands, elements)
+      number = _shared_word_count(rng_key, operands, elements)
       found = (0, number) if number else (OFTEN, 0)
     times, number = found
     is_plain = jax.sharding.get_abstract_mesh().empty
     if times >= OFTEN or not (is_plain and all(map(_is_on_one_cpu, operands))):
       known[shapes] = True
-      return program(key, count, *operands)
+      return program(rng_key, count, *operands)
     known[shapes] = (times + 1, number)
-    return program(_random_words()(key, count, number), count, *operands)
+    return program(_random_words()(rng_key, count, number), count, *operands)
 
   warmed: Any = run
   warmed.in_traces = program.in_traces
@@ -93,13 +97,13 @@ def _random_words() -> Callable:
   return program_limit.jit(threefry.random_words, static_argnums=2)
 
 
-def _shared_word_count(key, operands, elements: Callable) -> int | None:
+def _shared_word_count(rng_key, operands, elements: Callable) -> int | None:
   """Return the number of words to draw; None if the key's own program is better."""
-  if not _is_on_one_cpu(key):
+  if not _is_on_one_cpu(rng_key):
     return None
   numbers = []
   jax.eval_shape(lambda given: numbers.append(elements(*given)), operands)
-  return threefry.shared_word_count(key, numbers[0])
+  return threefry.shared_word_count(rng_key, numbers[0])
 
 
 def _is_on_one_cpu(operand) -> bool:

@@ -136,7 +136,7 @@ class Flattener:
       UnsupportedDtypeError: `layout=` is not dense.
     """
     operands: list[Any] = []
-    key: list[Any] = [len(args), _default_dtype()]
+    static_key: list[Any] = [len(args), _default_dtype()]
     boundary = _active.boundary
     for arg, dynamic in zip(args, self._dynamic_by_position):
       cls = type(arg)
@@ -148,14 +148,14 @@ class Flattener:
         chain = arg._chain
         if chain.moving is not None:
           chain = use_moving_form(chain, operands)
-        key.append(chain)
+        static_key.append(chain)
       else:
-        key.append(self._flatten_other(arg, cls, dynamic, operands))
+        static_key.append(self._flatten_other(arg, cls, dynamic, operands))
     if kwargs:
       for name, arg in kwargs.items():
         if name not in IGNORED:
-          key.append(name)
-          key.append(
+          static_key.append(name)
+          static_key.append(
             self._flatten_other(
               arg, type(arg), self._dynamic.get(name, False), operands
             )
@@ -165,7 +165,7 @@ class Flattener:
             f"{self._name} was asked for {arg}, but torchax holds dense tensors: "
             "leave it out, or make the tensor on the CPU and call `.to_dense()`."
           )
-    return operands, tuple(key)
+    return operands, tuple(static_key)
 
   def _flatten_other(self, arg, cls, dynamic: bool | _Marker, operands: list):
     if cls in NUMBERS:
@@ -210,23 +210,25 @@ class Flattener:
     operands.append(self._env.admit(tensor, self._name, self._cpu_ok))
     return WHOLE
 
-  def rebuild(self, key: tuple, operands) -> tuple[list, dict]:
+  def rebuild(self, static_key: tuple, operands) -> tuple[list, dict]:
     """Return the arguments of a lowering; read views, turn lists of numbers to tuples.
 
     Raises:
       OverflowError: an integer needs more than 32 bits, and JAX's x64 mode is off.
     """
-    args, kwargs = _rebuild(key, operands)
-    wide = [part.value for part in key if _is_wide(part)]
+    args, kwargs = _rebuild(static_key, operands)
+    wide = [part.value for part in static_key if _is_wide(part)]
     if wide and narrowing.become_floats(wide, (*args, *kwargs.values())):
-      floats = [static_number(float(p.value)) if _is_wide(p) else p for p in key]
+      floats = [static_number(float(p.value)) if _is_wide(p) else p for p in static_key]
       return _rebuild(floats, operands)
     return args, kwargs
 
-  def rebuild_on_host(self, key: tuple, operands) -> tuple[list, dict]:
+  def rebuild_on_host(self, static_key: tuple, operands) -> tuple[list, dict]:
     """Return the arguments as numpy arrays; numpy takes views without a copy."""
     # numpy gives scalars for single elements
-    return _rebuild(key, operands, lambda chain, x: np.asarray(chain.view_numpy(x)))
+    return _rebuild(
+      static_key, operands, lambda chain, x: np.asarray(chain.view_numpy(x))
+    )
 
 
 class _Prepared:
@@ -274,13 +276,13 @@ class PreparedFlattener(Flattener):
         given[name] = _Prepared(value)
     values = list(given.values())
     named = dict(zip(list(given)[len(args) :], values[len(args) :]))
-    operands, key = self.flatten(values[: len(args)], named)
+    operands, static_key = self.flatten(values[: len(args)], named)
     numbers = [
       (index, *operand)
       for index, operand in enumerate(operands)
       if type(operand) is _NumberOperand
     ]
-    return numbers, key
+    return numbers, static_key
 
   def _flatten_other(self, arg, cls, dynamic, operands: list):
     if cls is _Prepared:
@@ -301,11 +303,11 @@ def _read(chain, operand):
   return chain.read(operand)
 
 
-def _rebuild(key, operands, read=_read) -> tuple[list, dict]:
+def _rebuild(static_key, operands, read=_read) -> tuple[list, dict]:
   remaining = iter(operands)
-  end = 2 + key[0]
-  args = [_restore(part, remaining, read) for part in key[2:end]]
-  named = iter(key[end:])
+  end = 2 + static_key[0]
+  args = [_restore(part, remaining, read) for part in static_key[2:end]]
+  named = iter(static_key[end:])
   kwargs = {name: _restore(part, remaining, read) for name, part in zip(named, named)}
   return args, kwargs
 

@@ -55,15 +55,17 @@ class Plan:
     )
 
   def __call__(self, args, kwargs, draws=None):
-    operands, key = self.flattener.flatten(args, kwargs)
+    operands, static_key = self.flattener.flatten(args, kwargs)
     try:
       if self._is_simple and jax_compat.is_top_level():
-        program = self.programs.get(key) or self.programs.build(args, kwargs, key)
+        program = self.programs.get(static_key) or self.programs.build(
+          args, kwargs, static_key
+        )
         result = program(*operands)
       else:
-        result = self.run(args, kwargs, operands, key, draws=draws)
+        result = self.run(args, kwargs, operands, static_key, draws=draws)
     except torch_checks.Refused:
-      with self.retry_unchecked(args, kwargs, key):
+      with self.retry_unchecked(args, kwargs, static_key):
         return self(args, kwargs, draws)
     except explaining.EXPLAINED as error:
       explaining.raise_as_torch(error, self.op, args, kwargs, self.operator)
@@ -75,12 +77,14 @@ class Plan:
       return jax.tree.map(mappings.j2t, result)
     return self._wrap(result)
 
-  def run(self, args, kwargs, operands, key, write=None, sharding=None, draws=None):
+  def run(
+    self, args, kwargs, operands, static_key, write=None, sharding=None, draws=None
+  ):
     """Check the arguments, draw if the operation is a sampler, and run its program.
 
     Args:
       args, kwargs: torch's arguments, for the checks.
-      operands, key: results of `Flattener.flatten`.
+      operands, static_key: results of `Flattener.flatten`.
       write: None, or (chain, dtype, shape) of a tensor that the result is written to.
         Then the first operand is the base of that tensor, and the new base is
         returned. For several tensors, a tuple of these with a tuple of bases.
@@ -94,10 +98,10 @@ class Plan:
       self.programs.check_with_torch(args, kwargs)
     self._require(args, kwargs)
     if not self.is_sampler:
-      return self._execute(args, kwargs, operands, key, write, sharding)
+      return self._execute(args, kwargs, operands, static_key, write, sharding)
 
     def execute(operands):
-      return self._execute(args, kwargs, operands, key, write, sharding)
+      return self._execute(args, kwargs, operands, static_key, write, sharding)
 
     return self.sampling.run(args, kwargs, operands, execute, draws)
 
@@ -117,21 +121,21 @@ class Plan:
       given = rules(*args, **(kwargs or {}))
       index_checks.require(given, self.name, self.env.config)
 
-  def _execute(self, args, kwargs, operands, key, write=None, sharding=None):
+  def _execute(self, args, kwargs, operands, static_key, write=None, sharding=None):
     may_compile = self._compiled
     if callable(may_compile):
       may_compile = bool(may_compile(args, kwargs or {}))
     # Samplers are compiled inside traces too: `jax.checkpoint` outside of jit would
     # run one operation by operation, which rounds differently.
     if may_compile is False or (self._is_inlined() and not self.is_sampler):
-      return self.lowering.inline(key, write, operands)
+      return self.lowering.inline(static_key, write, operands)
     # `programs.cache_key`, inlined to save a Python call.
-    cache_key = key if write is None else (write, key)
+    cache_key = static_key if write is None else (write, static_key)
     if sharding is not None:
       cache_key = (sharding, cache_key)
     program = self.programs.get(cache_key)
     if program is None:
-      program = self.programs.build(args, kwargs, key, write, sharding)
+      program = self.programs.build(args, kwargs, static_key, write, sharding)
     if not jax_compat.is_top_level():
       program = program.in_traces
     return program(*operands)
@@ -159,7 +163,7 @@ class Plan:
     return result
 
   @contextlib.contextmanager
-  def retry_unchecked(self, args, kwargs, key, write=None) -> Iterator[None]:
+  def retry_unchecked(self, args, kwargs, static_key, write=None) -> Iterator[None]:
     """Check and evict after `Refused`; the caller retries the call inside the block.
 
     The check inside the program used the numbers of the program's first call. torch
@@ -169,15 +173,15 @@ class Plan:
       Exception: torch's error, if torch refuses the arguments of this call.
     """
     self.programs.check_with_torch(args, kwargs)
-    self.programs.evict(args, kwargs, key, write)
+    self.programs.evict(args, kwargs, static_key, write)
     with torch_checks.unchecked(self.programs):
       yield
 
   def redraw(self, draw, args, kwargs=None):
     """Run a sampler with the key and count of an earlier draw; no stream advances."""
-    operands, key = self.flattener.flatten(args, kwargs)
+    operands, static_key = self.flattener.flatten(args, kwargs)
     with torch_checks.unchecked(self.programs):
-      result = self._execute(args, kwargs, [*draw, *operands], key)
+      result = self._execute(args, kwargs, [*draw, *operands], static_key)
     return self._wrap(result)
 
   def run_sharded(self, sharding, args, kwargs):
@@ -187,8 +191,8 @@ class Plan:
       sharding: the `jax.sharding.Sharding` of the result.
       args, kwargs: torch's arguments.
     """
-    operands, key = self.flattener.flatten(args, kwargs)
-    return self._wrap(self.run(args, kwargs, operands, key, sharding=sharding))
+    operands, static_key = self.flattener.flatten(args, kwargs)
+    return self._wrap(self.run(args, kwargs, operands, static_key, sharding=sharding))
 
   def run_on_arrays(self, args, kwargs, caches=True):
     """Run the operation on arrays, for graphs whose arguments torch has checked.
@@ -198,12 +202,12 @@ class Plan:
       caches: compile and cache the lowering; False if sizes are symbols.
     """
     self._require_rules(args, kwargs)
-    operands, key = self.flattener.flatten(args, kwargs)
+    operands, static_key = self.flattener.flatten(args, kwargs)
 
     def execute(operands):
       if caches and self._may_compile:
-        return self._execute(args, kwargs, operands, key)
-      return self.lowering.inline(key, None, operands)
+        return self._execute(args, kwargs, operands, static_key)
+      return self.lowering.inline(static_key, None, operands)
 
     with torch_checks.unchecked(self.programs):
       if not self.is_sampler:
@@ -223,7 +227,7 @@ class Plan:
     )
 
     def run(draw, arrays):
-      operands, key = self.flattener.flatten(*given.unflatten(arrays))
-      return self.lowering.inline(key, None, [*draw, *operands])
+      operands, static_key = self.flattener.flatten(*given.unflatten(arrays))
+      return self.lowering.inline(static_key, None, [*draw, *operands])
 
     return jax.eval_shape(run, draw, given.dynamic)

@@ -23,9 +23,9 @@ MOST_PROGRAMS = 512
 P = TypeVar("P")
 
 
-def cache_key(key, write=None, sharding=None):
+def cache_key(static_key, write=None, sharding=None):
   """Return the key of a program in the cache; see `Plan.run` for the parts."""
-  found = key if write is None else (write, key)
+  found = static_key if write is None else (write, static_key)
   return found if sharding is None else (sharding, found)
 
 
@@ -43,24 +43,24 @@ class Programs:
   def __len__(self) -> int:
     return len(self._by_key)
 
-  def build(self, args, kwargs, key, write=None, sharding=None) -> Program:
+  def build(self, args, kwargs, static_key, write=None, sharding=None) -> Program:
     """Build the program of a new key and cache it.
 
     Args:
       args, kwargs: torch's arguments.
-      key, write, sharding: see `Plan.run`.
+      static_key, write, sharding: see `Plan.run`.
     """
     program = None
     if sharding is None:
-      program = self._shared_program(args, kwargs, key, write)
+      program = self._shared_program(args, kwargs, static_key, write)
     if program is None:
-      program = self._compile(args, kwargs, key, write, sharding)
-    self._by_key[cache_key(key, write, sharding)] = program
+      program = self._compile(args, kwargs, static_key, write, sharding)
+    self._by_key[cache_key(static_key, write, sharding)] = program
     return program
 
-  def evict(self, args, kwargs, key, write=None) -> None:
+  def evict(self, args, kwargs, static_key, write=None) -> None:
     """Drop the program of a key after a failed trace, which would make it slower."""
-    self._by_key.pop(cache_key(key, write))
+    self._by_key.pop(cache_key(static_key, write))
     if self._lowering.prepared is not None:
       _, form = self._lowering.prepared.numbers_of(args, kwargs)
       self._number_programs.pop((write, form))
@@ -75,20 +75,22 @@ class Programs:
         explaining.require_label_dtypes(*given, self._operator)
       torch_checks.raise_as_torch(*given)
 
-  def _compile(self, args, kwargs, key, write=None, sharding=None) -> Program:
+  def _compile(self, args, kwargs, static_key, write=None, sharding=None) -> Program:
     lowering = self._lowering
     example = None
     if lowering.is_checked:
       if not torch_checks.is_unchecked(self):
         self.check_with_torch(args, kwargs)
       example = torch_checks.Example(self, lowering.op, args, kwargs)
-    function = lowering.program(key, write, example)
+    function = lowering.program(static_key, write, example)
     program = compiling.jit_if_possible(function, self._operator, sharding)
     if write is not None or sharding is not None:
       return program
-    return new_shapes.with_warmup(program, self._operator, lowering.flattener, key)
+    return new_shapes.with_warmup(
+      program, self._operator, lowering.flattener, static_key
+    )
 
-  def _shared_program(self, args, kwargs, key, write) -> Program | None:
+  def _shared_program(self, args, kwargs, static_key, write) -> Program | None:
     """Return the shared program, with the numbers of this call filled in.
 
     None for the first numbers of a form, and if the operation has no such numbers.
@@ -108,12 +110,12 @@ class Programs:
     # Inside a trace Python numbers are used: an array would be read back.
     arrays = [(offset + index, array) for index, array, _ in pairs]
     numbers = [(offset + index, number) for index, _, number in pairs]
-    require = self._shape_check(key, offset)
+    require = self._shape_check(static_key, offset)
     with_numbers: Any = _with_numbers(program, arrays, require)
     with_numbers.in_traces = _with_numbers(program.in_traces, numbers, require)
     return with_numbers
 
-  def _shape_check(self, key, offset: int) -> Callable | None:
+  def _shape_check(self, static_key, offset: int) -> Callable | None:
     """Return a check of the operands' shapes against the numbers of a key, or None."""
     shape_check = self._operator.checks.shape_check
     if shape_check is None:
@@ -121,7 +123,7 @@ class Programs:
     known = set()
 
     def check(*operands):
-      args, kwargs = self._lowering.flattener.rebuild(key, operands)
+      args, kwargs = self._lowering.flattener.rebuild(static_key, operands)
       shape_check(*args, **kwargs)
 
     def require(operands) -> None:

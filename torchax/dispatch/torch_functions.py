@@ -80,10 +80,10 @@ class ArrayFunctionHandler:
       if rules is not None:
         given = rules(*args, **kwargs)
         index_checks.require(given, self.name, self.env.config)
-      tensors, key = self.flattener.flatten(args, kwargs)
-      found = self._functions.get(key)
+      tensors, static_key = self.flattener.flatten(args, kwargs)
+      found = self._functions.get(static_key)
       if found is None:
-        found = self._functions[key] = self._function(args, kwargs, key)
+        found = self._functions[static_key] = self._function(args, kwargs, static_key)
       function, numbers = found
       return autograd.call(function, tensors, numbers)
     except EXPLAINED as error:
@@ -93,7 +93,7 @@ class ArrayFunctionHandler:
         raise_as_torch(error, self.func, args, kwargs, self.operator)
       raise
 
-  def _function(self, args, kwargs, key) -> tuple[autograd.ArrayFunction, tuple]:
+  def _function(self, args, kwargs, static_key) -> tuple[autograd.ArrayFunction, tuple]:
     # Cached functions outlive the trace, so they must not hold its host numbers.
     args = [host_numbers.concretize(arg) for arg in args]
     kwargs = {name: host_numbers.concretize(arg) for name, arg in kwargs.items()}
@@ -105,10 +105,10 @@ class ArrayFunctionHandler:
       make = lambda: self._array_function(self._numbers_flattener, form, is_number)  # noqa: E731
       function = self._number_programs.get(form, make)
     if function is None:
-      return self._array_function(self.flattener, key, ()), ()
+      return self._array_function(self.flattener, static_key, ()), ()
     return function, numbers
 
-  def _array_function(self, flattener, key, is_number) -> autograd.ArrayFunction:
+  def _array_function(self, flattener, static_key, is_number) -> autograd.ArrayFunction:
     extra = {"env": self.env} if self.operator.needs_env else {}
     formula = self.operator.execution.backward
     count = sum(is_number)
@@ -117,7 +117,7 @@ class ArrayFunctionHandler:
       if count:
         numbers, others = iter(arrays[:count]), iter(arrays[count:])
         arrays = [next(numbers if is_one else others) for is_one in is_number]
-      return flattener.rebuild(key, arrays)
+      return flattener.rebuild(static_key, arrays)
 
     def on_arrays(*arrays):
       args, kwargs = arguments(arrays)
