@@ -22,7 +22,7 @@ FIRST = {
   aten.mul.Tensor: ("lowering", "_aten_mul", "built in; compiled"),
   aten.nonzero.default: ("lowering", "_aten_nonzero", "not compiled"),
   aten.transpose.int: ("special plan", "ViewPlan", "it is a view"),
-  aten.q_scale.default: ("special plan", "refusing_plan.<lambda>", "refused"),
+  aten.q_scale.default: ("special plan", "refusing_plan.refuse", "refused"),
   aten.add_.Tensor: ("variant", "InPlacePlan", "in-place variant of aten.add.Tensor"),
   aten.add.out: ("variant", "OutPlan", "out= variant of aten.add.Tensor"),
   aten.linalg_norm.default: ("torch", "its operations, one by one", "taken apart"),

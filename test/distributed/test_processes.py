@@ -187,7 +187,7 @@ def test_endless_batches_have_no_length():
 @pytest.mark.parametrize(
   "size, batch_size, options, said",
   [
-    (4, 5, {}, "all 4 of the data set, but got 5"),
+    (4, 5, {}, "from 1 to 4 rows in a batch, but got 5"),
     (4, 0, {}, "but got 0"),
     (4, 2, {"start": -1}, "start=-1"),
     (4, 2, {"seed": -1}, "seed=-1"),
@@ -241,7 +241,7 @@ def test_chunks_that_do_not_divide_raise():
   with pytest.raises(ValueError, match="'data' divide, but got 0"):
     processes.in_fixed_order(lambda w, x: x.mean(), mesh, "data", 0)
   mean = processes.in_fixed_order(lambda w, x: x.mean(), mesh, "data", 4)
-  with pytest.raises(ValueError, match="into 4 chunks .* got 6 rows"):
+  with pytest.raises(ValueError, match="4 chunks with equally many rows.* got 6"):
     mean({}, torch.ones(6, device="jax"))
 
 

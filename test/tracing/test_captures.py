@@ -9,7 +9,7 @@ from torch import nn
 import torchax
 from torchax.core.boundary import Boundary
 from torchax.core.host_numbers import Entry
-from torchax.tracing.captures import Captures, Numbers, module_of, reachable_modules
+from torchax.tracing.captures import Captures, Numbers, module_of, reachable
 from torchax.tracing.guards import Guards
 
 
@@ -139,8 +139,8 @@ def test_add_records_leaves_that_are_views():
 
 def test_modules_that_a_function_refers_to_are_reachable():
   module = nn.Linear(2, 1)
-  assert reachable_modules(lambda x, m=module: m(x)) == [module]
-  assert reachable_modules(module.forward) == [module]
+  assert reachable(lambda x, m=module: m(x), nn.Module) == [module]
+  assert reachable(module.forward, nn.Module) == [module]
   assert module_of(module) is module and module_of(module.forward) is module
   assert module_of(len) is None
 
