@@ -1,5 +1,7 @@
 """Arithmetic of the benchmarks; `make bench` measures the times."""
 
+import subprocess
+import sys
 import time
 
 import jax.numpy as jnp
@@ -38,6 +40,12 @@ def test_the_table_of_a_device_has_a_line_for_each_row():
   lines = tables.table(rows).splitlines()
   assert "torch" in lines[0] and "JAX" in lines[0]
   assert lines[-1] == "| a step | 30.0 | plain JAX | 10.0 | 3.00 |"
+
+
+def test_programs_for_cuda_run_without_torchax():
+  """In a process with torchax torch runs no backward pass on CUDA."""
+  code = "import sys, benchmarks.programs; sys.exit('torchax' in sys.modules)"
+  subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.programs
