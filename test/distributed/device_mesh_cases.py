@@ -188,7 +188,7 @@ def a_permutation_sends_from_member_to_member_and_gradients_back():
     assert torch.equal(y.detach().cpu(), numbers(4)[[1, 3, 0, 2]])
     (y * weights.to("jax")).sum().backward()
     assert torch.equal(x.grad.cpu(), weights[[2, 0, 3, 1]])
-  with pytest.raises(CollectiveError, match="permutation of 0 to 3.*Got .0, 0, 1, 2"):
+  with pytest.raises(CollectiveError, match="permutation of 0 to 3.*got .0, 0, 1, 2"):
     jax_shard_map(
       lambda x: functional.permute_tensor(x, [0, 0, 1, 2], "tp"),
       mesh=jax_mesh(mesh),
