@@ -139,8 +139,8 @@ def test_add_records_leaves_that_are_views():
 
 def test_modules_that_a_function_refers_to_are_reachable():
   module = nn.Linear(2, 1)
-  assert reachable(lambda x, m=module: m(x), nn.Module) == [module]
-  assert reachable(module.forward, nn.Module) == [module]
+  assert module in reachable(lambda x, m=module: m(x))
+  assert module in reachable(module.forward)
   assert module_of(module) is module and module_of(module.forward) is module
   assert module_of(len) is None
 

@@ -6,6 +6,7 @@ A row is a kind of change, a column a way to compile.
 import functools
 import importlib
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -355,6 +356,16 @@ def test_an_import_in_a_trace_may_draw_and_the_function_not(
   else:
     assert run(ONES.to("jax")).tolist() == run(ONES.to("jax")).tolist()
   assert random.getstate() == state
+
+
+def test_a_draw_in_a_trace_that_always_imports_raises(monkeypatch):
+  @jax_jit
+  def run(x):
+    monkeypatch.setitem(sys.modules, f"imported_{len(sys.modules)}", random)
+    return x * random.random()
+
+  with pytest.raises(TracedDrawError, match="Python's `random`"):
+    run(ONES.to("jax"))
 
 
 # Optimizers ---------------------------------------------------------------------------

@@ -209,7 +209,11 @@ class Jitted(Generic[P, R]):
     if active.boundary is not None:
       for guards in active.boundary.guards_around():
         guards.guard_on_function(self.traced.guards)
-    if effects is not None:
+    if effects is None:
+      if type(out) is jax_compat.ArrayImpl:  # typed keys have another class
+        return new_tensor(out, self._env)
+      out = grad_mode.stop_gradients(out)
+    else:
       differentiate = None
       if effects.tape is not None:
         tensors = self.traced.captures.tensors
@@ -220,9 +224,7 @@ class Jitted(Generic[P, R]):
         )
         differentiate = functools.partial(self._differentiable_gradients, called)
       out = _apply_effects(effects, out, leaves, applies_effects, differentiate)
-    if type(out) is jax_compat.ArrayImpl:  # typed keys have another class
-      return new_tensor(out, self._env)
-    return tensors_of(grad_mode.stop_gradients(out))
+    return tensors_of(out)
 
   def _run(self, leaves, extra, args, kwargs) -> tuple:
     """Run the program; return its result, the random operands and the others."""

@@ -9,7 +9,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import torch
@@ -24,8 +24,6 @@ from torchax.tensor import Tensor, new_tensor
 from torchax.tracing.guards import Guards
 from torchax.tracing.modules import is_alive
 from torchax.tracing.specialization import CapturedTensors, CaptureKey, is_trained
-
-T = TypeVar("T")
 
 _array_of_storage = operator.attrgetter("array")
 
@@ -114,8 +112,8 @@ class Captures:
     if self.tensors or active.boundary is not None:
       return  # inside another trace the outer function would capture the guess too
     found: dict[int, Tensor] = {}
-    for module in reachable(self._guess_from, torch.nn.Module):
-      for part in module.modules():
+    for module in reachable(self._guess_from):
+      for part in module.modules() if isinstance(module, torch.nn.Module) else ():
         tables: tuple[dict, ...] = (part._parameters, part._buffers, vars(part))
         for value in itertools.chain.from_iterable(map(dict.values, tables)):
           if type(value) is Tensor and (value.is_leaf or not value.requires_grad):
@@ -232,8 +230,8 @@ def module_of(function) -> torch.nn.Module | None:
   return owner if isinstance(owner, torch.nn.Module) else None
 
 
-def reachable(function, kind: type[T]) -> list[T]:
-  """Return the objects of a class that a function refers to.
+def reachable(function) -> list:
+  """Return the objects that a function refers to.
 
   They are its owner, and those in its globals, defaults, closure and partial arguments.
   """
@@ -250,7 +248,7 @@ def reachable(function, kind: type[T]) -> list[T]:
     for cell in function.__closure__ or ():
       with contextlib.suppress(ValueError):  # a name that has no value yet
         found.append(cell.cell_contents)
-  return [value for value in found if isinstance(value, kind)]
+  return found
 
 
 class Numbers:

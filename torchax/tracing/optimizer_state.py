@@ -162,7 +162,7 @@ class State:
 def _is_equal(before, value) -> bool:
   """Return True for an equal constant, such as a number, that was assigned again."""
   return (
-    not isinstance(value, torch.Tensor)
+    not isinstance(value, torch.Tensor | list)
     and type(before) is type(value)
     and (before == value)
   )

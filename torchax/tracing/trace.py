@@ -17,7 +17,7 @@ import operator
 import random
 import sys
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -133,6 +133,8 @@ class Traced:
     self.history = History(self.__name__)
     self.keyed = KeyedFunction(self._run)
     self.keyed.__name__ = self.__name__
+    # True while a trace is repeated because a module was imported in it.
+    self._repeats_import = False
     # The last call's specialization: its attributes, and the interned object.
     self._last: tuple = (None, None)
 
@@ -258,21 +260,19 @@ class Traced:
     return arrays, effects.or_none()
 
   def _new_boundary(self, numbers: list) -> Boundary:
-    """Return the boundary of a trace; guard on the modules of the function."""
+    """Return the boundary of a trace; look at the modules and optimizers it may use."""
     boundary = Boundary(
       self.options.records and torch.is_grad_enabled(),
       self.__name__,
       guards=self.guards,
     )
     boundary.attributes = Attributes()
-    for module in reachable(self.function, torch.nn.Module):
-      self.guards.guard_on_module(module)
-    schedules = reachable(self.function, LRScheduler)
-    for optimizer in [
-      *reachable(self.function, torch.optim.Optimizer),
-      *[schedule.optimizer for schedule in schedules],
-    ]:
-      optimizer_state.record_groups(optimizer, boundary)
+    for value in reachable(self.function):
+      if isinstance(value, torch.nn.Module):
+        self.guards.guard_on_module(value)
+      elif isinstance(value, torch.optim.Optimizer | LRScheduler):
+        optimizer: Any = getattr(value, "optimizer", value)
+        optimizer_state.record_groups(optimizer, boundary)
     owner = module_of(self.function)
     if owner is not None:
       boundary.attributes.record(owner)
@@ -305,7 +305,7 @@ class Traced:
     """Call the function with the argument leaves; return its result, boxed."""
     args, kwargs = static_arguments.unbox(jax.tree.unflatten(treedef, inner))
     try:
-      with on_host(self.__name__, self.location, needs):
+      with self._on_host(needs):
         out = self.function(*args, **kwargs)
     except RuntimeError as error:
       # For a parameter, a leaf outside the trace too, torch's own error is right.
@@ -314,6 +314,39 @@ class Traced:
         self._raise_lost_gradient(error)
       raise
     return static_arguments.box_results(out, self.__name__)
+
+  @contextlib.contextmanager
+  def _on_host(self, needs: list[Callable]) -> Iterator[None]:
+    """Refuse draws of Python's and numpy's generators; guard on numpy arrays.
+
+    Such a draw would happen once, in the trace, and every call would reuse its number.
+    Does nothing in a nested trace, since the outermost one covers it. A module may draw
+    while it is imported: after an import the trace is repeated once, by an entry in
+    `needs`.
+
+    Raises:
+      TracedDrawError: the block has drawn; the generator's state is restored.
+    """
+    if active.boundary.parent is not None:
+      yield
+      return
+    python, numpy, modules = random.getstate(), np.random.get_state(), len(sys.modules)
+    with host_operations.following_arrays:
+      yield
+    drawn = []
+    if random.getstate() != python:
+      random.setstate(python)
+      drawn.append("Python's `random`")
+    if not all(map(np.array_equal, np.random.get_state(), numpy)):
+      np.random.set_state(numpy)
+      drawn.append("`np.random`")
+    is_repeated, self._repeats_import = self._repeats_import, False
+    if drawn and len(sys.modules) > modules and not is_repeated:
+      self._repeats_import = True
+      needs.append(lambda: None)
+    elif drawn:
+      where = f"{drawn[0]} in {self.__name__}"
+      raise TracedDrawError(host_operations.draw_message(where, self.location))
 
   def record_trace(self, operands, args: tuple, kwargs: dict) -> None:
     """Record the key of a finished trace, to explain the next one."""
@@ -395,36 +428,3 @@ class Traced:
       roots = list((boundary.roots or {}).values())
       needs.append(functools.partial(captures.add, missing, roots))
     return needs
-
-
-@contextlib.contextmanager
-def on_host(
-  name: str, location: tuple[str, int] | None, needs: list[Callable]
-) -> Iterator[None]:
-  """Refuse draws of Python's and numpy's generators; guard on numpy arrays.
-
-  Such a draw would happen once, in the trace, and every call would reuse its number.
-  Does nothing in a nested trace, since the outermost one covers it. A module may draw
-  while it is imported: after an import the trace is repeated, by an entry in `needs`.
-
-  Raises:
-    TracedDrawError: the block has drawn; the generator's state is restored.
-  """
-  if active.boundary.parent is not None:
-    yield
-    return
-  python, numpy, modules = random.getstate(), np.random.get_state(), len(sys.modules)
-  with host_operations.following_arrays:
-    yield
-  drawn = []
-  if random.getstate() != python:
-    random.setstate(python)
-    drawn.append("Python's `random`")
-  if not all(map(np.array_equal, np.random.get_state(), numpy)):
-    np.random.set_state(numpy)
-    drawn.append("`np.random`")
-  if drawn and len(sys.modules) > modules:
-    needs.append(lambda: None)
-  elif drawn:
-    message = host_operations.draw_message(f"{drawn[0]} in {name}", location)
-    raise TracedDrawError(message)
