@@ -500,7 +500,7 @@ class Environment(Conversions, contextlib.ContextDecorator):
     to_jax = self._should_use_torchax_tensor(new_device)
     if not to_jax and torch.device(new_device).type not in ("cpu", "meta"):
       raise MixedDeviceError(
-        f'A jax tensor expects to move to "jax", "cpu" or "meta", but got {new_device}.'
+        f'`.to` of a jax tensor expects "jax", "cpu" or "meta", but got {new_device}.'
       )
     return Move.apply(the_tensor, new_dtype, as_jax(new_device), self)
 

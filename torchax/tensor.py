@@ -512,7 +512,7 @@ def new_tensor(array: jax.Array, env) -> Tensor:
     tensor = _make_wrapper(Tensor, array.shape, dtype=dtype)
   except TypeError as error:
     raise TypeError(
-      "A torch tensor expects sizes that are numbers, but got the shape "
+      "A torch tensor needs numbers as sizes, but got the shape "
       f"{array.shape}. For symbolic sizes, `torch.export` the module with "
       "`dynamic_shapes=` and use `torchax.export`."
     ) from error

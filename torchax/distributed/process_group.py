@@ -157,7 +157,7 @@ class ProcessGroup(dist.ProcessGroup):
     function = _REDUCTIONS.get(name)
     if function is None:
       raise CollectiveError(
-        f"A reduction of processes on jax expects one of {', '.join(_REDUCTIONS)}, but "
+        f"A process group on jax expects a reduction of {', '.join(_REDUCTIONS)}, but "
         f"got {name}."
       )
     if self.size() == 1:

@@ -68,8 +68,7 @@ class Options:
   def __post_init__(self):
     if self.precision not in _PRECISIONS:
       raise ValueError(
-        f"The option precision expects one of {_PRECISIONS}, but got "
-        f"{self.precision!r}."
+        f"precision expects one of {_PRECISIONS}, but got {self.precision!r}."
       )
     self._require("x64", bool | None, "True, False or None")
     self._require("donate", bool, "True or False")

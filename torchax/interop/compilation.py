@@ -97,7 +97,9 @@ def _check(fn, options: CompileOptions) -> None:
       "`torch.export.export(…)` to `torchax.export.exported_program_to_jax`."
     )
   if options.mode not in MODES:
-    raise ValueError(f"The mode expects one of {MODES}, but got {options.mode!r}.")
+    raise ValueError(
+      f"CompileOptions expects a mode of {MODES}, but got {options.mode!r}."
+    )
   if not callable(fn):
     raise TypeError(f"compile expects a function or a module, but got {fn!r}.")
   named = set(options.methods_to_compile) - {"forward"}

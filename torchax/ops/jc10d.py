@@ -207,7 +207,7 @@ def reduce(array: jax.Array, reduction: str, axes: Axes) -> jax.Array:
   function = _REDUCTIONS.get(reduction.lower())
   if function is None:
     raise CollectiveError(
-      f"A reduction expects one of {', '.join(_REDUCTIONS)}, but got {reduction!r}."
+      f"reduce expects a reduction of {', '.join(_REDUCTIONS)}, but got {reduction!r}."
     )
   return function(_make_varying(array, axes), axes) if axes else array
 

@@ -86,8 +86,9 @@ class InplaceOp:
     target = args[self.position_to_mutate]
     if not isinstance(target, Tensor):
       raise TypeError(
-        f"Argument {self.position_to_mutate} is written to and expects a jax tensor, "
-        f'but got {type(target).__name__}. Move a tensor with `.to("jax")`.'
+        f"The in-place function expects a jax tensor as argument "
+        f"{self.position_to_mutate}, but got {type(target).__name__}. Move a tensor "
+        'with `.to("jax")`.'
       )
     env = target._env
     if self.is_jax_func:

@@ -68,13 +68,9 @@ class Difference:
     Raises:
       ImportError: matplotlib is not installed.
 
-    >>> env = torchax.default_env()
-    >>> ledgers = []
-    >>> for size in (2, 3):
-    ...   with env.rng_scope(0), env.rng.record() as ledger:
-    ...     x = torch.rand(size, device="jax")
-    ...   ledgers.append(ledger)
-    >>> diff(*ledgers).plot().get_title(loc="left")
+    >>> drop, sizes = torch.nn.Dropout(0.5), (2, 3)
+    >>> runs = [torchax.rng.explain(drop, torch.ones(n, device="jax")) for n in sizes]
+    >>> diff(*runs).plot().get_title(loc="left")
     'draw 0: shape'
     """
     longest = max(map(len, self.draws))
