@@ -93,9 +93,7 @@ def _attention(backward: bool, dropout: float) -> Callable:
 def _plain_attention(backward: bool) -> Callable:
   """Return JAX's attention, with cuDNN on NVIDIA GPUs."""
   implementation = "cudnn" if jax.default_backend() == "gpu" else None
-  batch, heads, length, width = (
-    (8, 16, 2048, 64) if _is_accelerator() else (1, 4, 128, 32)
-  )
+  batch, heads, length, width = programs.attention_shape(_is_accelerator())
   dtype = jnp.bfloat16 if _is_accelerator() else jnp.float32
   keys = jax.random.split(jax.random.key(0), 3)
   parts = [jax.random.normal(k, (batch, length, heads, width), dtype) for k in keys]

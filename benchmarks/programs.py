@@ -74,10 +74,15 @@ def training_step(size: Size, device: str) -> Callable:
   return step
 
 
+def attention_shape(is_large: bool) -> tuple[int, ...]:
+  """Return (batch, heads, length, width) of the attention that is measured."""
+  return (8, 16, 2048, 64) if is_large else (1, 4, 128, 32)
+
+
 def programs(is_large: bool = True) -> dict[str, Callable]:
   """Return name -> (device -> function without arguments)."""
   count = 1 << (26 if is_large else 18)
-  shape = (8, 16, 2048, 64) if is_large else (1, 4, 128, 32)
+  shape = attention_shape(is_large)
   dtype = torch.bfloat16 if is_large else torch.float32
   made = {
     "x + x, 1024×1024": _of_one(lambda x: x + x, 1024, 1024),
