@@ -438,7 +438,7 @@ REFUSALS = {
   ),
   "another reduction": (
     lambda x: functional.all_reduce(x, "median", "tp"),
-    "one of sum, avg, .* but got 'median'",
+    "reduction of sum, avg, .* but got 'median'",
   ),
   "bits of floats": (
     lambda x: functional.all_reduce(x, "bor", "tp"),
