@@ -5,7 +5,6 @@ means all. Integers are summed in int64, half precision in float32. Equal extrem
 the first index, and the last one in running extrema, as in torch on the CPU.
 """
 
-import functools
 import math
 
 import jax
@@ -185,63 +184,53 @@ def _aten_aminmax(self, dim=None, keepdim=False):
   return _aten_amin(self, dim, keepdim), _aten_amax(self, dim, keepdim)
 
 
-def _arg_extremum(self, dim, keepdim, *, largest):
-  """Return the index of the first extremum, or of the first NaN."""
+def _arg_extremum(reduce, self, dim, keepdim):
+  """Return the index of the first extremum, or of the first NaN.
+
+  The index that JAX returns for several NaN depends on the device.
+  """
   if self.ndim == 0:
     return jnp.zeros((), int64())
-  axis = None if dim is None else _axes(self, dim)[0]
-  if is_exact(self):
-    find = jnp.argmax if largest else jnp.argmin
-    return find(self, axis=axis, keepdims=keepdim).astype(int64())
-  # JAX's own index of several NaN depends on the order of a device's reduction.
-  values = _widen(lax.stop_gradient(self)).reshape(-1 if axis is None else self.shape)
-  indices = lax.broadcasted_iota(int64(), values.shape, axis or 0)
-  start = jnp.asarray(-math.inf if largest else math.inf, values.dtype)
-  last = jnp.asarray(values.size, indices.dtype)
-  first = functools.partial(_first_of_two, largest)
-  _, found = lax.reduce((values, indices), (start, last), first, (axis or 0,))
+  values = lax.stop_gradient(self)
+  if dim is None:
+    values = values.reshape(-1)
+  axis = 0 if dim is None else _axes(self, dim)[0]
+  is_found = (values == reduce(values, axis=axis, keepdims=True)) | (values != values)
+  indices = lax.broadcasted_iota(int64(), values.shape, axis)
+  first = jnp.min(jnp.where(is_found, indices, jnp.iinfo(int64()).max), axis)
   if not keepdim:
-    return found
-  return jnp.expand_dims(found, tuple(range(self.ndim)) if axis is None else axis)
-
-
-def _first_of_two(largest, one, other):
-  """Return the larger or smaller of two (value, index), NaN first; ties by index."""
-  (x, i), (y, j) = one, other
-  is_nan, is_earlier = x != x, i < j
-  wins = (x > y if largest else x < y) | (is_earlier & (x == y))
-  takes_first = wins | (is_nan & (is_earlier | (y == y)))
-  return lax.select(takes_first, x, y), lax.select(takes_first, i, j)
+    return first
+  return jnp.expand_dims(first, tuple(range(self.ndim)) if dim is None else axis)
 
 
 @op(aten.argmax, index_results=(0,))
 def _aten_argmax(self, dim=None, keepdim=False):
   require_no_bool("argmax()", self)
-  return _arg_extremum(self, dim, keepdim, largest=True)
+  return _arg_extremum(jnp.max, self, dim, keepdim)
 
 
 @op(aten.argmin, index_results=(0,))
 def _aten_argmin(self, dim=None, keepdim=False):
   require_no_bool("argmin()", self)
-  return _arg_extremum(self, dim, keepdim, largest=False)
+  return _arg_extremum(jnp.min, self, dim, keepdim)
 
 
-def _extremum_and_index(reduce, self, dim, keepdim, *, largest):
+def _extremum_and_index(reduce, self, dim, keepdim):
   """Return the extremum or, with `dim`, the extremum of each slice and its index."""
   if dim is None:
     return reduce(self)
-  indices = _arg_extremum(self, dim, keepdim, largest=largest)
+  indices = _arg_extremum(reduce, self, dim, keepdim)
   return reduce(self, axis=_axes(self, dim), keepdims=keepdim), indices
 
 
 @op(aten.max.default, aten.max.dim, index_results=(1,))
 def _aten_max(self, dim=None, keepdim=False):
-  return _extremum_and_index(jnp.max, self, dim, keepdim, largest=True)
+  return _extremum_and_index(jnp.max, self, dim, keepdim)
 
 
 @op(aten.min.default, aten.min.dim, index_results=(1,))
 def _aten_min(self, dim=None, keepdim=False):
-  return _extremum_and_index(jnp.min, self, dim, keepdim, largest=False)
+  return _extremum_and_index(jnp.min, self, dim, keepdim)
 
 
 @op(aten.max.other)
