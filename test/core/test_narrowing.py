@@ -51,7 +51,6 @@ TOO_LARGE = {
   "linspace": lambda: torch.linspace(0, LARGE, 3, dtype=torch.int64, device="jax"),
   "tensor": lambda: torch.tensor(LARGE, device="jax"),
   "to": lambda: torch.tensor([0, LARGE]).to("jax"),
-  "unsigned": lambda: torch.tensor([LARGE], dtype=torch.uint64).to("jax"),
   "below": lambda: torch.tensor([0, -(2**31) - 1]).to("jax"),
   "copy_": lambda: ints(1).copy_(torch.tensor([LARGE])),
   "0-d CPU tensor": lambda: ints(1) + torch.tensor(LARGE),
@@ -90,6 +89,54 @@ FITTING = {
 @pytest.mark.parametrize("call", FITTING.values(), ids=FITTING)
 def test_a_number_that_fits_or_becomes_a_float_is_taken(call):
   assert_same(call("jax"), call("cpu"))
+
+
+def wide_words(device):
+  return torch.tensor([[2**64 - 1, 2**40 + 3], [5, 0]], dtype=torch.uint64).to(device)
+
+
+UINT64 = {
+  "tensor": lambda d: torch.tensor([LARGE], dtype=torch.uint64, device=d),
+  "full": lambda d: torch.full((2,), LARGE, dtype=torch.uint64, device=d),
+  "zeros": lambda d: torch.zeros(2, dtype=torch.uint64, device=d),
+  "fill_": lambda d: torch.empty(2, dtype=torch.uint64, device=d).fill_(LARGE),
+  "copy_": lambda d: torch.empty(2, 2, dtype=torch.uint64, device=d).copy_(
+    wide_words("cpu")
+  ),
+  "from floats": lambda d: torch.ones(2, device=d).to(torch.uint64),
+  "to floats": lambda d: wide_words(d).float(),
+  "view": lambda d: wide_words(d).view(torch.uint32),
+  "view back": lambda d: wide_words(d).view(torch.uint32).view(torch.uint64),
+  "row": lambda d: wide_words(d)[0],
+  "index": lambda d: wide_words(d)[torch.tensor([1, 0], device=d)],
+  "stack": lambda d: torch.stack([*wide_words(d)]),
+  "equal": lambda d: wide_words(d) == wide_words(d)[0],
+  "write": lambda d: torch.zeros_like(wide_words(d)).copy_(wide_words(d)),
+  "repeat": lambda d: wide_words(d).repeat(2, 1).T,
+}
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+@pytest.mark.parametrize("call", UINT64.values(), ids=UINT64)
+def test_uint64_has_64_bits_without_x64(call):
+  assert_same(call("jax"), call("cpu"))
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+@pytest.mark.parametrize(
+  "transform",
+  (
+    torchax.interop.jax_jit,
+    lambda f: torch.compile(f, backend="jax"),
+    lambda f: lambda x: torch.compile(f, backend="jax")(x.cpu()),
+    torch.func.vmap,
+  ),
+  ids=("jax_jit", "compile", "compile on the CPU", "vmap"),
+)
+def test_uint64_keeps_its_bits_in_programs(transform):
+  result = transform(lambda x: torch.stack([x, x.flip(0)]))(wide_words("jax"))
+  assert result.dtype == torch.uint64
+  assert result.flatten().tolist().count(2**64 - 1) == 2
 
 
 def test_with_x64_large_integers_are_kept():

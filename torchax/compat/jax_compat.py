@@ -6,6 +6,7 @@ survive a fork (`devices/forks.py`). Also here: the meaning of JAX's error messa
 differences between versions of JAX.
 """
 
+import contextlib
 import re
 
 import jax
@@ -49,6 +50,20 @@ outside_of_traces = private.find(
   "jax._src.core.eval_context",
   "the first draw of a stream inside of a shard_map",
   instead=jax.ensure_compile_time_eval,
+)
+
+# Context in which a dtype of 64 bits that is asked for is used without x64 mode.
+explicit_x64_dtypes = private.find(
+  "jax._src.config.explicit_x64_dtypes",
+  "64 bits of torch.uint64 while JAX's x64 mode is off",
+  instead=lambda _: contextlib.nullcontext(),
+)
+
+# (PRNGImpl) -> None: gives an implementation a name for `jax.random.key(impl=)`.
+_register_prng = private.find(
+  "jax._src.random.prng.register_prng",
+  'Configuration(prng_impl="torch_philox")',
+  instead=lambda _: None,
 )
 
 # JAX's error for a result whose sharding does not follow from the types.
@@ -291,12 +306,26 @@ def from_host(values: np.ndarray, sharding: Sharding | None = None) -> jax.Array
   """
   is_wide = values.dtype.itemsize > 4 and not jax.config.jax_enable_x64
   if _put is None or _default_device is None or is_wide or is_guarded():
-    return jax.device_put(values, sharding)
+    return jax.device_put(keep_uint64(values), sharding)
   is_committed = sharding is not None
   device = next(iter(sharding.device_set)) if is_committed else _default_device()
   aval = jax.core.ShapedArray(values.shape, values.dtype)
   layout = sharding if is_committed else SingleDeviceSharding(device)
   return _put(aval, layout, [values], [device], is_committed)
+
+
+def register_prng(spec) -> None:
+  """Name an implementation of `jax.extend.random.define_prng_impl` in JAX's table."""
+  _register_prng(spec._impl)
+
+
+def keep_uint64(values: np.ndarray) -> np.ndarray | jax.Array:
+  """Return uint64 values as a JAX array: without x64 mode JAX would cut their bits."""
+  if values.dtype != np.uint64 or jax.config.jax_enable_x64:
+    return values
+  words = jax.numpy.asarray(values[..., np.newaxis].view(np.uint32))
+  with explicit_x64_dtypes("allow"):
+    return jax.lax.bitcast_convert_type(words, np.uint64)
 
 
 def is_guarded() -> bool:

@@ -1,8 +1,8 @@
 """Conversion of dtypes and data between torch and JAX.
 
 With JAX's x64 mode off, int64, float64 and complex128 are converted to their 32-bit
-forms, never reinterpreted; `narrowing.py` has the rules. Data is copied through
-`host_memory.py`.
+forms, never reinterpreted; `narrowing.py` has the rules. uint64 keeps its 64 bits, as
+the keys of `torch.func._random` need them. Data is copied through `host_memory.py`.
 """
 
 from typing import Any, overload
@@ -63,10 +63,9 @@ NUMPY_UNSUPPORTED_DTYPES = {
 }
 
 _CARRIERS = {1: (torch.uint8, np.uint8), 2: (torch.int16, np.int16)}
-_WIDE = frozenset({torch.int64, torch.uint64, torch.float64, torch.complex128})
+_WIDE = frozenset({torch.int64, torch.float64, torch.complex128})
 _NARROWED = {
   jnp.dtype(jnp.int64): jnp.dtype(jnp.int32),
-  jnp.dtype(jnp.uint64): jnp.dtype(jnp.uint32),
   jnp.dtype(jnp.float64): jnp.dtype(jnp.float32),
   jnp.dtype(jnp.complex128): jnp.dtype(jnp.complex64),
 }

@@ -1,18 +1,19 @@
 """Narrowing of 64-bit values to 32 bits while JAX's x64 mode is off.
 
-int64, uint64, float64 and complex128 are then stored in 32 bits. Integers known on the
+int64, float64 and complex128 are then stored in 32 bits. Integers known on the
 host keep their value or raise `OverflowError`. Floats lose digits, with one
 `NarrowingWarning` per dtype. Results that overflow on the device wrap around as 32-bit
 integers. `mappings.py` calls this when it copies data.
 """
 
+import contextlib
 from typing import Any
 
 import jax
 import numpy as np
 import torch
 
-from torchax.compat import user_code
+from torchax.compat import jax_compat, user_code
 from torchax.core import host_memory
 from torchax.errors import NarrowingWarning
 
@@ -21,6 +22,7 @@ REMEDY = (
   "`torchax.enable_accuracy_mode()`"
 )
 INT32, UINT32 = np.iinfo(np.int32), np.iinfo(np.uint32)
+_UINT64 = np.dtype(np.uint64)
 _warned: set[torch.dtype] = set()
 # JAX's annotations lack its flags.
 _config: Any = jax.config
@@ -31,11 +33,23 @@ def is_on() -> bool:
   return not _config.jax_enable_x64
 
 
+def uint64_kept(values) -> contextlib.AbstractContextManager:
+  """Return a context in which JAX computes uint64 in 64 bits if a value has this dtype.
+
+  Args:
+    values: an iterable of arrays, tensors, dtypes and other objects.
+  """
+  for value in values:
+    if getattr(value, "dtype", value) in (torch.uint64, _UINT64):
+      return jax_compat.explicit_x64_dtypes("allow")
+  return contextlib.nullcontext()
+
+
 def narrow(tensor: torch.Tensor, dtype: np.dtype) -> np.ndarray:
   """Convert a 64-bit CPU tensor to a 32-bit numpy array.
 
   Args:
-    tensor: an int64, uint64, float64 or complex128 tensor of any shape.
+    tensor: an int64, float64 or complex128 tensor of any shape.
     dtype: the 32-bit form of its dtype.
 
   Raises:
@@ -94,7 +108,8 @@ def become_floats(numbers: list[int], values) -> bool:
     return False
   if any(jax.numpy.issubdtype(dtype, np.inexact) for dtype in dtypes):
     return True
-  stored = UINT32.dtype if all(t == UINT32.dtype for t in dtypes) else INT32.dtype
+  is_unsigned = all(t == dtypes[0] and t in (UINT32.dtype, _UINT64) for t in dtypes)
+  stored = dtypes[0] if is_unsigned else INT32.dtype
   for number in numbers:
     check_integer(number, stored)
   return False
@@ -102,6 +117,8 @@ def become_floats(numbers: list[int], values) -> bool:
 
 def _dtypes_of(value) -> list:
   if isinstance(value, torch.dtype):
+    if value is torch.uint64:
+      return [_UINT64]
     return [np.float32 if value.is_floating_point or value.is_complex else np.int32]
   if not isinstance(value, jax.Array):
     return []

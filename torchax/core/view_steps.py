@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from torchax.core import grad_mode
+from torchax.core import grad_mode, narrowing
 
 
 class ViewInfoType(enum.Enum):
@@ -437,7 +437,8 @@ def _same_bytes(array, dtype):
     return _COMPLEX.transform_tensor(
       array.reshape(*array.shape[:-1], array.shape[-1] // 2, 2)
     )
-  return array.view(dtype)
+  with narrowing.uint64_kept((array, dtype)):
+    return array.view(dtype)
 
 
 @dataclasses.dataclass(frozen=True)

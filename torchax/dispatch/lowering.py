@@ -16,7 +16,7 @@ import torch
 from jax import lax
 
 from torchax.compat import jax_compat, torch_compat
-from torchax.core import explicit_axes, mappings
+from torchax.core import explicit_axes, mappings, narrowing
 from torchax.core.chains import WHOLE
 from torchax.dispatch import torch_checks, torch_derivatives
 from torchax.dispatch.operands import Flattener, PreparedFlattener, drop_weak_type
@@ -93,6 +93,10 @@ class Lowering:
     return program
 
   def _run(self, static_key, write, example, is_inline, *operands):
+    with narrowing.uint64_kept((*operands, *static_key)):
+      return self._lower(static_key, write, example, is_inline, *operands)
+
+  def _lower(self, static_key, write, example, is_inline, *operands):
     if self.is_sampler:
       rng_key, count, *operands = operands
     if write is not None:

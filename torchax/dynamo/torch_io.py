@@ -18,16 +18,17 @@ import numpy as np
 import torch
 from torch import fx
 
+from torchax.compat import jax_compat
 from torchax.core import mappings, narrowing
 from torchax.errors import MixedDeviceError
 from torchax.graphs import strided
 from torchax.registry.names import aten
 
 _SCALAR_TENSOR = aten.scalar_tensor.default
-_NARROWED = frozenset({torch.int64, torch.uint64, torch.float64, torch.complex128})
+_NARROWED = frozenset({torch.int64, torch.float64, torch.complex128})
 
 
-def as_numpy(tensor: torch.Tensor) -> np.ndarray:
+def as_numpy(tensor: torch.Tensor) -> np.ndarray | jax.Array:
   """Return a CPU tensor as an array, sharing its memory if JAX has its dtype.
 
   Raises:
@@ -47,7 +48,7 @@ def as_numpy(tensor: torch.Tensor) -> np.ndarray:
     return mappings.host_array(tensor.float())
   if tensor.dtype in _NARROWED and narrowing.is_on():
     return narrowing.narrow(tensor, mappings.t2j_dtype(tensor.dtype))
-  return mappings.host_array(tensor)
+  return jax_compat.keep_uint64(mappings.host_array(tensor))
 
 
 class Result:

@@ -93,10 +93,6 @@ def _to_power_of_two(magnitude: jax.Array) -> jax.Array:
   return lax.bitcast_convert_type(jnp.where(is_small, 0, codes), _E8M0FNU)
 
 
-# torch's int64 and uint64 are stored in these dtypes without JAX's x64 mode.
-_NARROWED = (torch.int32, torch.uint32)
-
-
 class _Limits(NamedTuple):
   """Range of the Python numbers that a dtype holds."""
 
@@ -154,7 +150,7 @@ def require_fit(value, dtype: torch.dtype, elements: int | None = None) -> None:
     return
   if limits.has_infinity and value in (math.inf, -math.inf):
     return
-  if type(value) is int and dtype in _NARROWED and narrowing.is_on():
+  if type(value) is int and dtype is torch.int32 and narrowing.is_on():
     raise narrowing.overflow(f"The number {value}", mappings.t2j_dtype(dtype))
   wider = "Use a wider dtype."
   if is_float:

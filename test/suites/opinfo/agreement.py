@@ -18,7 +18,6 @@ from torchax.tensor import Tensor
 # documented.
 NARROWED = {
   torch.int64: torch.int32,
-  torch.uint64: torch.uint32,
   torch.float64: torch.float32,
   torch.complex128: torch.complex64,
 }

@@ -4,13 +4,10 @@
 logical ones. `logical_*` of any dtype is in `pointwise.py`.
 """
 
-import jax
 import jax.numpy as jnp
-import numpy as np
-import torch
 from jax import lax
 
-from torchax.core import mappings
+from torchax.compat import jax_compat
 from torchax.ops.builtin import op
 from torchax.ops.jaten import _on_host
 from torchax.ops.promotion import promote
@@ -58,26 +55,17 @@ def _aten_bitwise_right_shift(self, other):
 
 
 def _bits(array):
-  """Return the bits of the elements as int64 or float64, in unsigned integers."""
-  if not jnp.issubdtype(array.dtype, jnp.inexact):
-    wide = array.astype(mappings.t2j_dtype(torch.int64))
-    return wide.astype(mappings.t2j_dtype(torch.uint64))
-  if not jax.config.jax_enable_x64:
-    raise RuntimeError(
-      "hash_tensor of floating-point numbers needs their bits in float64, but JAX's "
-      'x64 mode is off. Call `jax.config.update("jax_enable_x64", True)` first.'
-    )
-  return lax.bitcast_convert_type(array.astype(jnp.float64), jnp.uint64)
+  """Return the bits of the elements as int64 or float64, in uint64."""
+  wide = jnp.float64 if jnp.issubdtype(array.dtype, jnp.inexact) else jnp.int64
+  return lax.bitcast_convert_type(array.astype(wide), jnp.uint64)
 
 
 @op("aten::hash_tensor")  # by name: newer than torch 2.11
 def _aten_hash_tensor(self, dim=(), *, keepdim=False, mode=0):
   """Compute the exclusive or of the bits of the elements.
 
-  Without x64, the hash of integers is the lower half of torch's.
-
   Raises:
-    RuntimeError: an unknown mode; floating-point numbers without x64.
+    RuntimeError: an unknown mode.
     IndexError: a dimension of size 0 is reduced.
   """
   if mode != 0:
@@ -98,7 +86,8 @@ def _aten_hash_tensor(self, dim=(), *, keepdim=False, mode=0):
       f"hash_tensor: expected dims {axes} to have elements, but the shape is "
       f"{self.shape}."
     )
-  bits = _bits(self)
-  zero = np.zeros((), bits.dtype)
-  hashed = lax.reduce(bits, zero, lax.bitwise_xor, axes)
+  with jax_compat.explicit_x64_dtypes("allow"):
+    bits = _bits(self)
+    zero = jnp.zeros((), bits.dtype)
+    hashed = lax.reduce(bits, zero, lax.bitwise_xor, axes)
   return jnp.expand_dims(hashed, axes) if keepdim else hashed
