@@ -18,7 +18,7 @@ from torchax.compat import jax_compat
 from torchax.compat.user_code import name_of
 from torchax.core import grad_mode
 from torchax.core.tracebacks import hide_library_frames
-from torchax.environment import default_env
+from torchax.environment import env_on
 from torchax.errors import MutationError
 from torchax.interop.jit import _flatten, shift_argnums
 from torchax.interop.jit_options import (
@@ -171,15 +171,16 @@ def gradient_checkpoint(
 
 
 def _checkpointed_by_torch(function: Callable, args, kwargs):
+  env = env_on()
   if not torch.is_grad_enabled():
-    with default_env():
+    with env:
       return function(*args, **kwargs)
 
   def contexts():
     """Return the contexts for the forward pass and for the recomputation."""
-    return contextlib.nullcontext(), default_env()
+    return contextlib.nullcontext(), env
 
-  with default_env():
+  with env:
     return torch_checkpoint.checkpoint(
       function, *args, use_reentrant=False, context_fn=contexts, **kwargs
     )

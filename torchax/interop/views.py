@@ -23,7 +23,7 @@ from torchax.core.boundary import Boundary
 from torchax.core.partitions import Partition, is_tensor
 from torchax.core.tracebacks import hide_library_frames
 from torchax.dispatch import autograd
-from torchax.environment import default_env
+from torchax.environment import env_on
 from torchax.errors import MixedDeviceError, MutationError
 from torchax.interop.jit_options import signature_of
 from torchax.tensor import Tensor, new_tensor
@@ -52,7 +52,7 @@ def _jax_view(t: TorchValue) -> JaxValue:
 
 def _torch_view(t: JaxValue) -> TorchValue:
   if isinstance(t, jax.Array):
-    return t if rng.is_typed_key(t) else new_tensor(t, default_env())
+    return t if rng.is_typed_key(t) else new_tensor(t, env_on())
   if isinstance(t, np.dtype):
     return mappings.j2t_dtype(t)
   if isinstance(t, type) and issubclass(t, np.generic):
@@ -225,7 +225,7 @@ def call_torch(torch_func, *args, **kwargs):
   >>> call_torch(torch.nn.functional.relu, jnp.array([-1.0, 2.0]))
   Array([0., 2.], dtype=float32)
   """
-  with default_env():
+  with env_on():
     if jax_compat.is_top_level():
       return jax_view(torch_func(*torch_view(args), **torch_view(kwargs)))
     # Under a JAX transformation only a `torch.no_grad` inside the function applies, as
@@ -265,7 +265,7 @@ class JaxFunction(Generic[R]):
     function: Callable[..., Any] = self.__wrapped__
     if rng is None:
       return call_torch(function, *args, **kwargs)
-    with default_env().rng_scope(rng):
+    with env_on().rng_scope(rng):
       return call_torch(function, *args, **kwargs)
 
   def __repr__(self):
@@ -420,7 +420,7 @@ def functional_rng(torch_function):
   @hide_library_frames
   @functools.wraps(torch_function, updated=())
   def pure(state, /, *args, **kwargs):
-    with default_env().rng_scope(state) as stream:
+    with env_on().rng_scope(state) as stream:
       out = call_torch(torch_function, *args, **kwargs)
       return out, stream.state
 
