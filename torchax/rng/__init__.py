@@ -9,6 +9,7 @@ from torchax.rng.environment_streams import Streams
 from torchax.rng.generator import generator_operands
 from torchax.rng.keyed_function import KeyedFunction, NewOperands
 from torchax.rng.ledger import Draw, Ledger, explain
+from torchax.rng.philox import torch_key
 from torchax.rng.runs import Difference, diff, replay
 from torchax.rng.scope import (
   address_by,
@@ -59,6 +60,7 @@ __all__ = [
   "restore",
   "rng_scope",
   "snapshot",
+  "torch_key",
 ]
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from torchax.errors import SeedError, TracedStateError
-from torchax.rng import serialization
+from torchax.rng import philox, serialization
 
 DEFAULT_IMPL = "threefry2x32"
 
@@ -168,8 +168,8 @@ def as_key(value: Any, impl: str = DEFAULT_IMPL) -> jax.Array:
   """Return the typed scalar key of a key, raw key data or a seed.
 
   Args:
-    value: a typed key, uint32 key data, an int or a 0-d integer tensor or array; may be
-      traced.
+    value: a typed key, uint32 key data, a key of `torch.func._random` (uint64 of shape
+      (2,)), an int or a 0-d integer tensor or array; may be traced.
     impl: PRNG implementation of seeds and raw key data.
 
   Raises:
@@ -193,6 +193,8 @@ def as_key(value: Any, impl: str = DEFAULT_IMPL) -> jax.Array:
   if isinstance(value, jax.Array | np.ndarray) and value.ndim == 1:
     if value.dtype == jnp.uint32:
       return _wrap(value, impl)
+    if value.dtype == jnp.uint64 and value.shape == (2,):
+      return philox.typed_key(value)
   elif isinstance(value, jax.Array | np.ndarray | np.integer) and not np.ndim(value):
     if jnp.issubdtype(value.dtype, jnp.integer):
       if isinstance(value, jax.core.Tracer):
