@@ -45,7 +45,8 @@ def rows() -> list[tuple[str, str, str]]:
     return torch.nn.Linear(2, 2, device="jax")(x)
 
   torch.distributed.init_device_mesh("jax", (1,))
-  torch.compile(lambda x: x + 1, backend="jax")(torch.ones(2))
+  for device in ("cpu", "jax"):
+    torch.compile(lambda x: x + 1, backend="jax")(torch.ones(2, device=device))
   with torchax.default_env():
     jax_jit(traced)(torch.ones(2, device="jax"))
     torch.jax.set_device(1)

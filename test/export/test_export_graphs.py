@@ -157,7 +157,17 @@ def _loop(x):
   )[1]
 
 
-REGIONS = {"cond": _branches, "while_loop": _loop}
+def _scan(x):
+  step = lambda carry, x: (carry + x, carry * x)  # noqa: E731
+  return torch._higher_order_ops.scan(step, x[0] * 1, x)[1]
+
+
+def _map(x):
+  scale = x.sum()
+  return torch._higher_order_ops.map(lambda row: row * scale, x)
+
+
+REGIONS = {"cond": _branches, "while_loop": _loop, "scan": _scan, "map": _map}
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
@@ -217,6 +227,20 @@ def test_while_loop_draws_from_a_child_stream():
   np.testing.assert_allclose(jitted, expected, rtol=1e-6)
 
 
+def test_exported_scan_draws_as_the_unrolled_loop():
+  def scanned(x):
+    step = lambda carry, x: (carry + x, F.dropout(x))  # noqa: E731
+    return torch._higher_order_ops.scan(step, x[0] * 1, x)[1] + torch.rand_like(x)
+
+  def unrolled(x):
+    return torch.stack([F.dropout(row) for row in x]) + torch.rand_like(x)
+
+  expected = program_of(unrolled, X)([], (arrays(X),), rng=1)[0]
+  program = program_of(scanned, X)
+  for run in (program, jax.jit(program)):
+    np.testing.assert_allclose(run([], (arrays(X),), rng=1)[0], expected, rtol=1e-6)
+
+
 def test_draws_in_a_while_loop_condition_raise():
   def loop(x):
     return torch._higher_order_ops.while_loop(
@@ -268,14 +292,16 @@ library.define("unknown(Tensor x) -> Tensor")
 library.impl("unknown", torch.clone, "CompositeExplicitAutograd")
 
 
-def _scan(x):
-  step = lambda carry, x: (carry + x, carry * 1)  # noqa: E731
-  return torch._higher_order_ops.scan(step, x[0] * 1, x)[0]
+def _product_of_bytes(x):
+  x = x.to(torch.int8)
+  return torch.ops.higher_order.out_dtype(
+    torch.ops.aten.mm.default, torch.int32, x, x.T
+  )
 
 
 UNSUPPORTED = {
   "torchax_test_export.unknown": torch.ops.torchax_test_export.unknown,
-  "higher_order.scan": _scan,
+  "higher_order.out_dtype": _product_of_bytes,
 }
 
 

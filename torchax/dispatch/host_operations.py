@@ -112,7 +112,9 @@ class _Operations(torch_compat.DispatchMode):
 
   def __torch_dispatch__(self, func, types, args=(), kwargs=None):
     kwargs = kwargs or {}
-    if active.boundary is None or any(issubclass(cls, Tensor) for cls in types):
+    takes_graphs = isinstance(func, torch_compat.HigherOrderOperator)
+    is_on_jax = takes_graphs or any(issubclass(cls, Tensor) for cls in types)
+    if active.boundary is None or is_on_jax:
       return func(*args, **kwargs)
     try:
       return run(active.boundary, func, args, kwargs)

@@ -31,6 +31,7 @@ from torchax.rng import current, packing
 
 _logger = logging.getLogger("torchax.dynamo")
 _checkpoint = torch.ops.higher_order.tag_activation_checkpoint
+_region = torch.ops.higher_order.invoke_subgraph
 
 
 def backend(
@@ -80,7 +81,7 @@ def _copy_module(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _compile_plain(module, example_inputs, options: Options) -> Callable:
-  _replace_checkpoints(module, example_inputs)
+  _inline_regions(module, example_inputs)
   recurrent_graphs.replace(module)
   draws.add_input(module.graph)
   module.recompile()
@@ -99,28 +100,30 @@ def _compile_plain(module, example_inputs, options: Options) -> Callable:
   return torch.compiler.disable(_Compiled(compiled, keys))
 
 
-def _replace_checkpoints(module: fx.GraphModule, example_inputs: Sequence) -> None:
-  """Replace checkpoint operators by calls of their bodies if no gradient is recorded.
+def _inline_regions(module: fx.GraphModule, example_inputs: Sequence) -> None:
+  """Replace operators that only run an inner graph by calls of that graph.
 
-  There is no backward pass to recompute them in. torch looks for one nevertheless, and
-  rejects checkpoints that draw.
+  These are nested compiled regions, since XLA compiles the whole graph. Without
+  gradients these are checkpoints too: there is no backward pass to recompute them in.
+  torch looks for one nevertheless, and rejects checkpoints that draw.
   """
-  if torch.is_grad_enabled() and any(
+  records = torch.is_grad_enabled() and any(
     isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs
-  ):
-    return
+  )
+  # Operator -> number of arguments between the graph and its operands.
+  regions = {_region: 1} if records else {_region: 1, _checkpoint: 0}
   for node in list(module.graph.nodes):
-    if node.op != "call_function" or node.target is not _checkpoint:
+    if node.op != "call_function" or node.target not in regions:
       continue
     body, *args = node.args
     function = inner_graph(body)
-    assert function is not None, f"{node} checkpoints no graph"
+    assert function is not None, f"{node} runs no graph"
     own = fx.GraphModule(function, copy_graph(function.graph))
-    _replace_checkpoints(own, ())
-    name = f"{body.target}_without_checkpoint"
+    _inline_regions(own, example_inputs)
+    name = f"{body.target}_inline"
     module.add_submodule(name, own)
     with module.graph.inserting_before(node):
-      call = module.graph.call_module(name, tuple(args))
+      call = module.graph.call_module(name, tuple(args[regions[node.target] :]))
     call.meta = dict(node.meta)
     node.replace_all_uses_with(call)
     module.graph.erase_node(node)

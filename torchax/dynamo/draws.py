@@ -26,11 +26,12 @@ from torchax.graphs.fx import (
   is_marked_random,
   kind_of,
   may_draw,
+  meta,
   site_of,
   where,
 )
 from torchax.graphs.interpreter import run_operation
-from torchax.registry.names import aten, higher_order
+from torchax.registry.names import aten, higher_order, present
 from torchax.registry.operators import Kind
 from torchax.rng import rng_scope
 
@@ -160,6 +161,10 @@ def _draws_of(node: fx.Node) -> tuple[int, dict[str, int]] | None:
       return max(count for count, _ in draws), by_site
     if node.target is higher_order.while_loop:
       return 1, {site_of(node): 1}
+    if node.target in _SLICES:
+      count, by_site = _draws_in(bodies[0].graph)
+      length = _length(node)
+      return length * count, {path: length * n for path, n in by_site.items()}
     raise RngError(
       f"{node.target} runs a graph that draws numbers, which a compiled graph cannot "
       f"number. Draw before it and pass the numbers as an operand.{where(node)}"
@@ -170,6 +175,20 @@ def _draws_of(node: fx.Node) -> tuple[int, dict[str, int]] | None:
   is_empty = node.target is _DROPOUT and not hint(node.args[0].meta["val"].numel())
   count = 0 if is_empty else _count_draws(node)
   return (count, {site_of(node): count}) if count or is_empty else None
+
+
+# Loop over slices -> position of the tensors that it slices.
+_SLICES = present({higher_order.scan: 2, higher_order.map_impl: 1})
+
+
+def _length(node: fx.Node) -> int:
+  length = meta(node.args[_SLICES[node.target]][0]).shape[0]
+  if isinstance(length, torch.SymInt):
+    raise RngError(
+      f"{node.target} draws numbers in a number of iterations that varies from call to "
+      f"call. Compile with `dynamic=False`, for one length each.{where(node)}"
+    )
+  return length
 
 
 def _draws_in(graph: fx.Graph) -> tuple[int, dict[str, int]]:

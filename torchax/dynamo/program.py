@@ -27,6 +27,7 @@ from torchax.graphs import higher_order
 from torchax.graphs.fx import attribute, inputs, line_of, meta, results_of, where
 from torchax.graphs.interpreter import JaxInterpreter
 from torchax.registry.names import aten
+from torchax.registry.names import higher_order as operators
 from torchax.rng import rng_scope
 from torchax.rng.packing import DrawPosition, Form, PackedStream
 
@@ -248,6 +249,12 @@ def _require_runnable(steps: Sequence[fx.Node]) -> None:
   for node in steps:
     if has_free_unbacked_symbols(node.meta.get("val")):
       higher_order.require_equal_branches(node)
+      if node.target == operators.while_loop_stack_output:
+        raise DataDependentError(
+          "The gradient of a torch.while_loop depends on every iteration, and their "
+          "number on data, so it cannot be part of a compiled JAX program. Use scan "
+          f"with a fixed length, or run the loop eagerly on jax tensors.{where(node)}"
+        )
       raise DataDependentError(
         f"{node.target} returns a number or a shape that depends on the values of a "
         "tensor, so it cannot be part of a compiled JAX program. Leave "

@@ -59,6 +59,8 @@ class Fake(Tensor):
   def __init__(self, inner: torch.Tensor, size=None, stride=None):
     torch.Tensor.__init__(self)
     self._shell = inner
+    if torch_compat.is_tracing():
+      torch_compat.compare_storages_of(Fake)
 
   @classmethod
   def __torch_dispatch__(cls, func, types, args=(), kwargs=None):

@@ -126,8 +126,11 @@ def may_draw(graph_module: torch.nn.Module) -> bool:
 
 
 # Dynamo names a module by its path from a variable of the traced frame: a local, or a
-# closure cell of a function that is an argument (of `torch.cond`).
-_ROOT = re.compile(r"^\w\['\w+'\](\[\d+\]|\.__closure__\[\d+\]\.cell_contents)*")
+# closure cell of a function that is an argument (of `torch.cond`), maybe in a partial.
+_ROOT = re.compile(
+  r"^\w\['\w+'\]"
+  r"(\[\d+\]|\.keywords\['\w+'\]|\.__closure__\[\d+\]\.cell_contents)*"
+)
 
 
 def site_of(node: fx.Node, base: str = "") -> str:

@@ -19,7 +19,8 @@ from torch.utils import _pytree as torch_pytree
 from torch.utils.checkpoint import checkpoint
 
 from torchax.environment import default_env
-from torchax.errors import OperatorNotFound, RngError
+from torchax.errors import OperatorNotFound
+from torchax.graphs import array_loops, tensor_loops
 from torchax.graphs.fx import (
   draw_at_sites,
   inner_graph,
@@ -31,7 +32,7 @@ from torchax.graphs.fx import (
 )
 from torchax.interop import loops, mismatches
 from torchax.registry.names import higher_order, present
-from torchax.rng import RngState, RngStream, current, rng_scope
+from torchax.rng import RngStream, current, restore, rng_scope, snapshot
 from torchax.rng.counter import advance_past_branches
 from torchax.tensor import Tensor
 from torchax.view import View
@@ -116,38 +117,6 @@ def _forms_of(graph: fx.GraphModule):
   )
 
 
-def _while_loop(part, condition, body, carried, additional=()):
-  """Run `torch.while_loop` by `lax.while_loop`.
-
-  The body draws from a child stream, whose key is one draw of the current stream.
-  """
-  if may_draw(condition):
-    raise RngError(
-      "The condition of torch.while_loop draws random numbers. Draw in the body, and "
-      "pass what the condition needs among the carried values."
-    )
-  test, step = part(condition), part(body)
-  key = current().next_key("torch.while_loop") if may_draw(body) else None
-
-  def test_condition(values):
-    result = test(*values, *additional)
-    result = result[0] if isinstance(result, tuple | list) else result
-    return jnp.asarray(result).reshape(())
-
-  def run_body(state):
-    count, values = state
-    if key is None:
-      results = step(*values, *additional)
-    else:
-      with rng_scope(RngState(key, count)) as child:
-        results = step(*values, *additional)
-        count += child.draws
-    return count, tuple(jnp.asarray(n, old.dtype) for n, old in zip(results, values))
-
-  start = jnp.uint32(0), tuple(map(jnp.asarray, carried))
-  return lax.while_loop(lambda state: test_condition(state[1]), run_body, start)[1]
-
-
 def _without_gradients(part, enabled, graph, *args):
   out = part(graph)(*args)
   return out if enabled else jax.tree.map(lax.stop_gradient, out)
@@ -160,13 +129,31 @@ def _cond_of_tensors(predicate, on_true, on_false, operands=()):
   operands = tuple(operands)
   if not isinstance(predicate, torch.Tensor):
     return (on_true if predicate else on_false)(*operands)
-  for branch in (on_true, on_false):
-    if isinstance(branch, fx.GraphModule):
-      draw_at_sites(branch)
-      name = user_name(branch.graph)
-      if name:
-        branch.__name__ = name  # for messages, in place of Dynamo's `cond_true_0`
   return loops.cond(predicate.reshape(()), on_true, on_false, *operands)
+
+
+def _prepare_graphs(function: Callable) -> Callable:
+  """Make the graphs that a function takes draw at the sites of their modules."""
+
+  def run(*args, **kwargs):
+    for graph in args:
+      if isinstance(graph, fx.GraphModule):
+        draw_at_sites(graph)
+        name = user_name(graph.graph)
+        if name:
+          graph.__name__ = name  # for messages, in place of Dynamo's `cond_true_0`
+    return function(*args, **kwargs)
+
+  return run
+
+
+def _run_with_rng_state(state: torch.Tensor, operation, *args, **kwargs):
+  before = snapshot()
+  restore(state)
+  try:
+    return operation(*args, **kwargs)
+  finally:
+    restore(before)
 
 
 def _checkpoint(body: fx.GraphModule, *args, **kwargs):
@@ -178,6 +165,26 @@ def _checkpoint(body: fx.GraphModule, *args, **kwargs):
   # `fx.GraphModule.__call__` would print the exception with which torch stops a
   # recomputation early.
   return checkpoint(body.forward, *args, **kwargs)
+
+
+# On fakes -----------------------------------------------------------------------------
+
+
+def _while_of_fakes(condition, body, carried, additional=(), mutated_arg_indices=""):
+  for value in carried:
+    if not isinstance(value, torch.Tensor):
+      raise TypeError(
+        "torch.while_loop on jax expects tensors in its carry, but got "
+        f"{type(value).__name__}. Pass `torch.tensor({value})` on the device."
+      )
+  return tuple(body(*carried, *additional))
+
+
+def _scan_of_fakes(combine, init, xs, additional=()):
+  length = xs[0].shape[0]
+  results = tuple(combine(*init, *[x.select(0, 0) for x in xs], *additional))
+  ys = [y.expand(length, *y.shape).clone() for y in results[len(init) :]]
+  return *results[: len(init)], *ys
 
 
 # The table ----------------------------------------------------------------------------
@@ -204,23 +211,41 @@ class HigherOrder:
   has_overrides: bool = True
 
 
-# torch cannot capture `torch.while_loop` and `scan` on wrapper subclasses. For jax
-# tensors there are `interop.while_loop` and `interop.scan`.
 TABLE: dict[Any, HigherOrder] = present(
   {
     higher_order.cond: HigherOrder(
       _cond,
-      _cond_of_tensors,
+      _prepare_graphs(_cond_of_tensors),
       lambda predicate, on_true, on_false, operands=(): on_true(*operands),
     ),
-    higher_order.while_loop: HigherOrder(_while_loop),
+    higher_order.while_loop: HigherOrder(
+      array_loops.while_loop, _prepare_graphs(tensor_loops.while_loop), _while_of_fakes
+    ),
+    higher_order.scan: HigherOrder(
+      array_loops.scan, _prepare_graphs(tensor_loops.scan), _scan_of_fakes
+    ),
+    higher_order.map_impl: HigherOrder(
+      array_loops.map_slices,
+      _prepare_graphs(tensor_loops.map_slices),
+      lambda function, xs, additional=(): _scan_of_fakes(function, (), xs, additional),
+    ),
+    higher_order.associative_scan: HigherOrder(
+      array_loops.associative_scan,
+      _prepare_graphs(tensor_loops.associative_scan),
+      lambda combine, xs, additional=(): tuple(map(torch.clone, xs)),
+    ),
     higher_order.invoke_subgraph: HigherOrder(
-      lambda part, graph, identifier, *operands: tuple(part(graph)(*operands))
+      lambda part, graph, identifier, *operands: tuple(part(graph)(*operands)),
+      _prepare_graphs(lambda graph, identifier, *operands: graph(*operands)),
     ),
     higher_order.wrap_with_set_grad_enabled: HigherOrder(_without_gradients),
     higher_order.tag_activation_checkpoint: HigherOrder(
       on_tensors=_checkpoint, has_overrides=False
     ),
+    higher_order.run_and_save_rng_state: HigherOrder(
+      on_tensors=lambda op, *args, **kwargs: (snapshot(), op(*args, **kwargs))
+    ),
+    higher_order.run_with_rng_state: HigherOrder(on_tensors=_run_with_rng_state),
   }
 )
 

@@ -38,6 +38,11 @@ Operands = TypeVarTuple("Operands")
 
 Index = int | torch.Tensor
 
+CONDITION_DRAWS = (
+  "The condition of while_loop draws random numbers. Draw in the body, and pass what "
+  "the condition needs in the value."
+)
+
 
 @hide_library_frames
 def scan(
@@ -74,7 +79,7 @@ def scan(
   """
   length = _length(xs, length)
   options = (length, reverse, unroll)
-  return _run(_scan, (f,), options, (init, xs))
+  return run_loop(scan_in_trace, (f,), options, (init, xs))
 
 
 @hide_library_frames
@@ -107,9 +112,9 @@ def fori_loop(
   if isinstance(lower, int) and isinstance(upper, int):
     if upper <= lower:
       return init_val
-    return _run(_fori, (body_fun,), (lower, upper, unroll or 1), (init_val,))
+    return run_loop(_fori, (body_fun,), (lower, upper, unroll or 1), (init_val,))
   state = (_as_index(lower), _as_index(upper), init_val)
-  return _run(_fori_while, (body_fun,), (), state)
+  return run_loop(_fori_while, (body_fun,), (), state)
 
 
 @hide_library_frames
@@ -139,7 +144,7 @@ def while_loop(
   >>> while_loop(lambda x: x.sum() < 100, double, torch.ones(2, device="jax"))
   tensor([64., 64.], device='jax:0')
   """
-  return _run(_while, (cond_fun, body_fun), (), (init_val,))
+  return run_loop(while_in_trace, (cond_fun, body_fun), (), (init_val,))
 
 
 @hide_library_frames
@@ -176,7 +181,7 @@ def cond(
       f"{list(pred.shape)}. Reduce it: `.any()`, `.all()`."
     )
   index = pred.to(torch.int32) if isinstance(pred, Tensor) else _as_index(int(pred))
-  return _run(_switch, (false_fun, true_fun), ("cond",), (index, operands))
+  return run_loop(_switch, (false_fun, true_fun), ("cond",), (index, operands))
 
 
 @hide_library_frames
@@ -204,7 +209,7 @@ def switch(
   branches = tuple(branches)
   if not branches:
     raise ValueError("switch expects at least one branch, but got none.")
-  return _run(_switch, branches, ("switch",), (_as_index(index), operands))
+  return run_loop(_switch, branches, ("switch",), (_as_index(index), operands))
 
 
 def _as_index(value) -> torch.Tensor:
@@ -237,7 +242,7 @@ def _length(xs: Any, length: int | None) -> int:
 # In a trace --------------------------------------------------------------------------
 
 
-def _scan(functions, args, length: int, reverse: bool, unroll, kind="scan"):
+def scan_in_trace(functions, args, length: int, reverse: bool, unroll, kind="scan"):
   init, xs = args
 
   def lower(call, rng, captured, args):
@@ -288,7 +293,7 @@ def _fori(functions, args, lower: int, upper: int, unroll):
 
   step.__name__ = name_of(body)
   options = (upper - lower, False, unroll, "fori_loop")
-  return _scan((step,), (*args, indices), *options)[0]
+  return scan_in_trace((step,), (*args, indices), *options)[0]
 
 
 def _fori_while(functions, args):
@@ -299,10 +304,12 @@ def _fori_while(functions, args):
     return index + 1, upper, body(index, value)
 
   step.__name__ = name_of(body)
-  return _while((lambda state: state[0] < state[1], step), (args,), "fori_loop")[2]
+  return while_in_trace(
+    (lambda state: state[0] < state[1], step), (args,), "fori_loop"
+  )[2]
 
 
-def _while(functions, args, kind="while_loop"):
+def while_in_trace(functions, args, kind="while_loop"):
   def lower(call, rng, captured, args):
     # The loop uses one draw of each stream that its body draws from, as a child key.
     keyed = loop.traced.keyed
@@ -317,10 +324,7 @@ def _while(functions, args, kind="while_loop"):
       streams = stream_operands.with_counts(child, counts)
       result = call(0, streams, loop.with_states(captured, states), (value,))
       if any(result.advance.draws):
-        raise RngError(
-          "The condition of while_loop draws random numbers. Draw in the body, and "
-          "pass what the condition needs in the value."
-        )
+        raise RngError(CONDITION_DRAWS)
       forms[2] = mismatches.describe_tree(result.out)
       return result.out
 
@@ -395,7 +399,7 @@ class _Loop:
   """Compiled loop, a function of the loop's arguments."""
 
   def __init__(self, lower: Callable, functions: tuple, options: tuple):
-    self.__name__ = lower.__name__.removeprefix("_")
+    self.__name__ = lower.__name__.removeprefix("_").removesuffix("_in_trace")
     self._lower = lower
     self._references = tuple(map(_weak, functions))
     self.options = options
@@ -425,7 +429,7 @@ def _weak(function: Callable):
   return weakref.ref(function)
 
 
-def _run(lower: Callable, functions: tuple, options: tuple, args: tuple) -> Any:
+def run_loop(lower: Callable, functions: tuple, options: tuple, args: tuple) -> Any:
   """Run a loop as part of the trace in progress, or compiled if there is none."""
   for function in functions:
     if not callable(function):

@@ -98,6 +98,13 @@ class Counter:
     if path is None:
       self.advance(draws)
 
+  def skip(self, turns, draws: dict[str | None, int]) -> None:
+    """Advance past iterations of a loop, whose number `turns` may be traced.
+
+    `draws` has the draws of one iteration: of all with the key None, and per site.
+    """
+    self.base = (0 if self.base is None else self.base) + turns * draws.get(None, 0)
+
   def copy(self) -> "Counter":
     """Return an independent copy."""
     return copy.copy(self)
@@ -186,6 +193,12 @@ class SiteCounter(Counter):
     elif draws:  # the count only has to be positive after a draw
       self.count = (self.count + draws - 1) % (rng_state.REKEY_AT - 1) + 1
 
+  def skip(self, turns, draws: dict[str | None, int]) -> None:
+    super().skip(turns, draws)
+    for path, n in draws.items():
+      if path is not None:
+        self.at(path).skip(turns, {None: n})
+
   def copy(self) -> "SiteCounter":
     other = SiteCounter(RngState(self.key, 0, self._before), self.is_operand)
     other.base, other.count, other.replayed = self.base, self.count, self.replayed
@@ -204,12 +217,14 @@ def advance_past_branches(stream, branches: list) -> None:
 
   `branches` has the `nested` copies of the stream, after the draws of each branch.
   """
-  before = _draws(stream)
-  for path in dict.fromkeys(path for branch in branches for path in _draws(branch)):
-    most = max(_draws(branch).get(path, 0) for branch in branches)
-    stream.advance_past(max(most - before.get(path, 0), 0), path)
-  stream.advance_past(max(branch.draws for branch in branches) - stream.draws)
+  each = [draws_between(stream, branch) for branch in branches]
+  for path in dict.fromkeys(path for draws in each for path in draws):
+    stream.advance_past(max(draws.get(path, 0) for draws in each), path)
 
 
-def _draws(stream) -> dict[str, int]:
-  return dict(stream.counter.draws) if stream.by_site else {}
+def draws_between(before, after) -> dict[str | None, int]:
+  """Return the draws of a `nested` copy of a stream: per site, and of all (None)."""
+  sites = after.counter.draws if after.by_site else {}
+  earlier = before.counter.draws if before.by_site else {}
+  draws = {path: n - earlier.get(path, 0) for path, n in sites.items()}
+  return {**draws, None: after.draws - before.draws}

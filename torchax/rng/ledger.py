@@ -424,7 +424,7 @@ def _each(entries: Iterable, change: Callable[[Draw], Draw], prefix: str = "") -
 def _with_keys(entries, streams: dict) -> list[Draw]:
   """Expand the entries to draws, and add keys from the caller's streams."""
   draws = []
-  for draw in _expand(entries):
+  for draw in expand(entries):
     if draw.key is None:
       counter = streams[draw.environment].counter
       draw = _with_key(draw, counter.operands_of(draw.index, draw.site, draw.turn))
@@ -444,13 +444,13 @@ def as_child_draws(entries: Iterable, label: str) -> tuple:
   return tuple(_each(entries, derive))
 
 
-def _expand(entries: Iterable) -> Iterator[Draw]:
+def expand(entries: Iterable) -> Iterator[Draw]:
   """Yield the draws of entries, with one draw per iteration of a loop."""
   for entry in entries:
     if isinstance(entry, Draw):
       yield entry
       continue
-    inner = list(_expand(entry.entries))
+    inner = list(expand(entry.entries))
     moves = {(environment, path): n for environment, path, n in entry.moves}
     for turn in range(entry.times):
       for draw in inner:

@@ -22,6 +22,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from torchax.compat import torch_compat
+from torchax.compat.torch_compat.active_functions import UNSEEN
 from torchax.core import mappings
 from torchax.core.static_values import describe_value, key_of
 from torchax.core.storage import Storage
@@ -199,8 +200,11 @@ class Guards:
   # In a trace -------------------------------------------------------------------------
 
   def guard_on_module(self, module: torch.nn.Module) -> None:
-    """Guard on the attributes of a module and of its submodules."""
-    if self.modules.add(module):
+    """Guard on the attributes of a module and of its submodules.
+
+    A graph that torch captured as the body of a loop is constant.
+    """
+    if not hasattr(type(module), UNSEEN) and self.modules.add(module):
       self.is_empty = False
 
   def guard_on_host(self, value) -> None:
@@ -285,6 +289,9 @@ class Guards:
     thread = threading.get_ident()
 
     def hook(module, args):
+      # torch captures the body of a loop: first with its own tracer, then with fakes.
+      if torch.compiler.is_dynamo_compiling() or torch_compat.is_tracing():
+        return
       if threading.get_ident() == thread:
         self.guard_on_module(module)
         on_module(module)

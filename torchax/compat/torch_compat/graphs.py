@@ -4,6 +4,7 @@ Used by `torchax/dynamo` and `torchax/graphs`.
 """
 
 import contextlib
+import functools
 import inspect
 import types
 from collections.abc import Iterator
@@ -35,6 +36,14 @@ _skip_frames_of = private.Later("torch._dynamo.trace_rules.add", COMPILE)
 compiled_module_class = private.Later("torch._dynamo.OptimizedModule", COMPILE)
 _VariableBuilder = private.Later(
   "torch._dynamo.variables.builder.VariableBuilder", COMPILE
+)
+
+_LOOPS = "loops of torch._higher_order_ops on jax tensors"
+_storages_in_dynamo = private.Later(
+  "torch._dynamo.variables.higher_order_ops.get_tensor_storages", _LOOPS
+)
+_StorageWeakRef = private.find(
+  "torch.multiprocessing.reductions.StorageWeakRef", _LOOPS
 )
 
 _FakeTensor = private.find(
@@ -182,6 +191,27 @@ def trace_as_any_object(cls: type) -> None:
   """
   builder = _VariableBuilder()
   builder._type_dispatch()[cls] = builder.wrap_user_defined
+
+
+@functools.cache
+def compare_storages_of(cls: type) -> None:
+  """Make Dynamo compare the storages of a wrapper subclass in bodies of loops.
+
+  It does so to find aliases, and rejects wrapper subclasses. `cls` has one storage.
+  """
+  original = _storages_in_dynamo()
+
+  def get_tensor_storages(tensor):
+    if isinstance(tensor, cls):
+      return {_StorageWeakRef(tensor._typed_storage())}
+    return original(tensor)
+
+  patch(
+    private.resolve("torch._dynamo.variables.higher_order_ops"),
+    "get_tensor_storages",
+    get_tensor_storages,
+    _LOOPS,
+  )
 
 
 def is_fake(tensor) -> bool:
