@@ -24,6 +24,7 @@ from torchax.interop.module import (
   extract_jax,
   set_all_buffers,
 )
+from torchax.interop.native import torch_call
 from torchax.interop.transforms import gradient_checkpoint, jax_value_and_grad
 from torchax.interop.views import (
   _jax_view,
@@ -69,6 +70,7 @@ __all__ = [
   "set_all_buffers",
   "shard_map",
   "switch",
+  "torch_call",
   "torch_view",
   "torch_view_elem",
   "while_loop",
