@@ -37,6 +37,21 @@ ArrayImpl = private.find(
   instead=private.NoInstances,
 )
 
+_REFS = "mutable arrays of JAX"
+# Random generator with a mutable counter.
+StatefulPRNG = private.find(
+  "jax.experimental.random.StatefulPRNG", _REFS, instead=private.NoInstances
+)
+_AbstractRef = private.find(
+  "jax._src.state.types.AbstractRef", _REFS, instead=private.NoInstances
+)
+
+
+def is_ref(value) -> bool:
+  """Return True for a traced `jax.Ref`."""
+  return isinstance(getattr(value, "aval", None), _AbstractRef)
+
+
 # () -> bool: True once JAX has initialized a device.
 has_started = private.find(
   "jax._src.xla_bridge.backends_are_initialized",

@@ -159,7 +159,8 @@ def rng_scope(value: Any, owner: Streams | None = None) -> Iterator[RngStream]:
 
   Args:
     value: an `RngState`, a typed key, raw key data, a seed, or an `RngStream` (for
-      example a fork), which then advances.
+      example a fork), which then advances. Or a `StatefulPRNG` of JAX or an
+      `nnx.Rngs`, which gives one key.
     owner: the environment whose draws; default: the active one.
 
   Yields:

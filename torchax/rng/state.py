@@ -7,6 +7,8 @@ the key of a draw. `counter.py` and `stream.py` advance a state.
 
 import dataclasses
 import hashlib
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from torchax.compat.jax_compat import StatefulPRNG
 from torchax.errors import SeedError, TracedStateError
 from torchax.rng import philox, serialization
 
@@ -169,7 +172,9 @@ def as_key(value: Any, impl: str = DEFAULT_IMPL) -> jax.Array:
 
   Args:
     value: a typed key, uint32 key data, a key of `torch.func._random` (uint64 of shape
-      (2,)), an int or a 0-d integer tensor or array; may be traced.
+      (2,)), an int or a 0-d integer tensor or array; may be traced. Or a stateful
+      generator of keys, which gives its next one: a `StatefulPRNG` of JAX, an
+      `nnx.Rngs` or one of its streams.
     impl: PRNG implementation of seeds and raw key data.
 
   Raises:
@@ -202,11 +207,25 @@ def as_key(value: Any, impl: str = DEFAULT_IMPL) -> jax.Array:
       return key_from_seed(int(value), impl)
   elif isinstance(value, int) and not isinstance(value, bool):
     return key_from_seed(value, impl)
+  next_key = _next_key_of(value)
+  if next_key is not None:
+    return as_key(next_key())
   kind = f"{value.dtype}{list(value.shape)}" if hasattr(value, "dtype") else repr(value)
   raise SeedError(
-    "Expected a seed (int), a 0-d integer tensor, a typed key (`jax.random.key(0)`) or "
-    f"raw uint32 key data, but got {type(value).__name__}: {kind}."
+    "Expected a seed (int), a 0-d integer tensor, a typed key (`jax.random.key(0)`), "
+    "raw uint32 key data, or a generator of keys (`StatefulPRNG`, `nnx.Rngs`), but got "
+    f"{type(value).__name__}: {kind}."
   )
+
+
+def _next_key_of(generator) -> Callable | None:
+  """Return the function that draws a key from a stateful generator; None for others."""
+  if isinstance(generator, StatefulPRNG):
+    return generator.key
+  nnx = sys.modules.get("flax.nnx")
+  if nnx is not None and isinstance(generator, nnx.Rngs | nnx.RngStream):
+    return generator
+  return None
 
 
 def _wrap(words, impl: str) -> jax.Array:

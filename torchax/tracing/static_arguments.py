@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import torch
 
+from torchax.compat import jax_compat
 from torchax.core.partitions import is_tensor
 from torchax.core.static_values import CONSTANTS, StaticValue
 from torchax.tracing.conversions import Container, box_container, is_adopted
@@ -77,6 +78,11 @@ def box_results(tree, name: str) -> Any:
   boxed = box(tree, _CONSTANT_RESULTS)
   for leaf in jax.tree.leaves(boxed, is_leaf=is_tensor):
     kind = type(leaf)
+    if jax_compat.is_ref(leaf):
+      raise TypeError(
+        f"{name} returns a jax.Ref, which its caller already has. Return the value: "
+        "`ref[...]`."
+      )
     if kind not in CONSTANTS and not isinstance(leaf, _KNOWN_RESULTS):
       raise TypeError(
         f"{name} returns a {kind.__module__}.{kind.__qualname__}. A compiled function "

@@ -26,7 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchax import amp
-from torchax.compat import torch_compat
+from torchax.compat import jax_compat, torch_compat
 from torchax.compat.user_code import location_of, name_of
 from torchax.core.boundary import Boundary
 from torchax.core.partitions import is_tensor
@@ -312,6 +312,13 @@ class Traced:
       is_given = any((specialization.wants_grad or ())[: len(inner)])
       if is_given and _LEAF_ERROR in str(error):
         self._raise_lost_gradient(error)
+      raise
+    except (AttributeError, TypeError) as error:
+      if any(map(jax_compat.is_ref, inner)):
+        error.add_note(
+          f"An argument of {self.__name__} is a jax.Ref, which is no tensor. Read it "
+          "by `torch_view(ref[...])`, and write it by `ref[...] = jax_view(tensor)`."
+        )
       raise
     return static_arguments.box_results(out, self.__name__)
 
