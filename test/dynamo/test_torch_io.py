@@ -67,6 +67,13 @@ def detached_view(x):
   return y.view(y.dtype), y[0]
 
 
+IDLE = [
+  lambda x: F.dropout(x, 0.5, training=False),
+  lambda x: F.dropout(x, 0.0, inplace=True),
+  torch.nn.Dropout(0.5).eval(),
+  lambda x: torch.ops.aten.dropout(x, 0.5, train=False),
+]
+
 SHARING = [row, columns, chunks, twice, flat, detached, detached_view, apart]
 
 
@@ -80,6 +87,31 @@ def test_results_share_memory_as_they_do_eagerly(function, needs_grad):
   assert [r.stride() for r in actual] == [r.stride() for r in expected]
   found = [overlaps([r.detach() for r in rs]) for rs in (actual, expected)]
   assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("is_inside", [False, True])
+@pytest.mark.parametrize("drop", IDLE, ids=["eval", "zero", "module", "aten"])
+def test_dropout_that_is_off_returns_its_input(drop, is_inside, needs_grad):
+  """torch's decomposition copies it, and loses the change of the input."""
+
+  def function(x):
+    y = drop(x)
+    if is_inside:
+      y += y
+    return y
+
+  def changed(function):
+    x = X.clone().requires_grad_(needs_grad) * 1
+    y = function(x)
+    if not is_inside:
+      with torch.no_grad():
+        y.mul_(2)
+    return x.detach(), y.detach()
+
+  x, y = changed(compiled(function))
+  assert torch.equal(x, 2 * X) and torch.equal(y, 2 * X)
+  assert all(map(torch.equal, changed(function), (x, y)))
 
 
 def test_write_to_a_result_leaves_saved_tensors_alone():

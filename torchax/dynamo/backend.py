@@ -127,6 +127,7 @@ def _inline_regions(module: fx.GraphModule, example_inputs: Sequence) -> None:
     call.meta = dict(node.meta)
     node.replace_all_uses_with(call)
     module.graph.erase_node(node)
+  draws.remove_idle_dropout(module.graph)
   module.recompile()
 
 

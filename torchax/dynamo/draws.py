@@ -11,6 +11,7 @@ import collections
 
 import jax
 import torch
+import torch.nn.functional as F
 from torch import fx
 from torch.utils import _pytree as torch_pytree
 
@@ -31,7 +32,7 @@ from torchax.graphs.fx import (
   where,
 )
 from torchax.graphs.interpreter import run_operation
-from torchax.registry.names import aten, higher_order, present
+from torchax.registry.names import aten, higher_order, present, resolve
 from torchax.registry.operators import Kind
 from torchax.rng import rng_scope
 
@@ -55,6 +56,31 @@ def add_input(graph: fx.Graph) -> None:
   node = fx_graphs.add_input(graph, PLACEHOLDER)
   # Dynamo records the source of each input; this one has none.
   node._dynamo_source = None
+
+
+_DROPOUTS = frozenset(
+  {
+    F.dropout,
+    torch.dropout,
+    torch.dropout_,
+    *(resolve(op) for op in (aten.dropout, aten.dropout.default)),
+    *(resolve(op) for op in (aten.dropout_, aten.dropout_.default)),
+  }
+)
+
+
+def remove_idle_dropout(graph: fx.Graph) -> None:
+  """Replace a dropout that is off by its input, which is its result in eager mode.
+
+  torch's decomposition is a copy, so in-place changes of the result would be lost.
+  """
+  for node in graph.nodes:
+    if node.op == "call_function" and node.target in _DROPOUTS:
+      named = {**dict(zip(("input", "p", "train"), node.args)), **node.kwargs}
+      is_on = named.get("train", named.get("training", True))
+      if is_on is False or type(named.get("p")) in (int, float) and not named["p"]:
+        node.replace_all_uses_with(named["input"])
+        graph.erase_node(node)
 
 
 def key_draws(graph: fx.Graph, rng: fx.Node) -> tuple[int, dict[str, int]]:
