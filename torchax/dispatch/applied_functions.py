@@ -26,7 +26,7 @@ from torchax.tensor import Tensor, new_tensor
 
 def _apply(apply: Any, args: tuple):
   """Return `apply(*args)`, with the function's own backward as derivative."""
-  if jax_compat.is_top_level():
+  if jax_compat.is_top_level() or torch_compat.is_tracing():
     return apply(*args)
   # A nested function is part of the outer function's derivative.
   if torch_compat.in_function_forward() or torch.is_inference_mode_enabled():
