@@ -18,7 +18,9 @@ from torch import fx
 from torch.utils import _pytree as torch_pytree
 from torch.utils.checkpoint import checkpoint
 
-from torchax.environment import default_env
+from torchax import amp
+from torchax.compat import torch_compat
+from torchax.environment import default_env, env_on
 from torchax.errors import OperatorNotFound
 from torchax.graphs import array_loops, tensor_loops
 from torchax.graphs.fx import (
@@ -31,6 +33,8 @@ from torchax.graphs.fx import (
   where,
 )
 from torchax.interop import loops, mismatches
+from torchax.interop.views import call_torch
+from torchax.ops.jaten import flex_attention
 from torchax.registry.names import higher_order, present
 from torchax.rng import RngStream, current, restore, rng_scope, snapshot
 from torchax.rng.counter import advance_past_branches
@@ -122,6 +126,32 @@ def _without_gradients(part, enabled, graph, *args):
   return out if enabled else jax.tree.map(lax.stop_gradient, out)
 
 
+def _flex_attention(
+  part,
+  query,
+  key,
+  value,
+  score_mod,
+  block_mask,
+  scale,
+  kernel_options,
+  score_operands=(),
+  mask_operands=(),
+):
+  return flex_attention.attention(
+    query,
+    key,
+    value,
+    block_mask[2:6],
+    score_operands,
+    mask_operands,
+    scale,
+    score_mod=part(score_mod),
+    mask_mod=part(block_mask[-1]),
+    block_size=block_mask[-3:-1],
+  )
+
+
 # On tensors ---------------------------------------------------------------------------
 
 
@@ -167,6 +197,55 @@ def _checkpoint(body: fx.GraphModule, *args, **kwargs):
   return checkpoint(body.forward, *args, **kwargs)
 
 
+class _Captured(fx.Interpreter):
+  """Interpreter of Dynamo's graph of a function, on 0-d tensors that have no values.
+
+  Dynamo passes a captured Python float as a 0-d tensor, and takes its `item()`.
+  """
+
+  def call_method(self, target, args, kwargs):
+    return args[0] if target == "item" else super().call_method(target, args, kwargs)
+
+
+def _on_arrays(graph: fx.GraphModule) -> Callable:
+  """Return the function of arrays of a graph of Dynamo."""
+
+  def run(*arrays):
+    with torch_compat.with_function_overrides():
+      return call_torch(_Captured(graph).run, *arrays)
+
+  return run
+
+
+def _number_or_tensor(tensor: torch.Tensor):
+  is_number = not isinstance(tensor, Tensor) and not tensor.dim()
+  return tensor.item() if is_number else tensor
+
+
+def _flex_attention_of_tensors(
+  query, key, value, score_mod, block_mask, scale, kernel_options, *operands
+):
+  """Run `flex_attention`, compiled once per graph of its functions.
+
+  Dynamo has captured the functions, so that captured tensors are operands.
+  """
+  if not all(isinstance(f, fx.GraphModule) for f in (score_mod, block_mask[-1])):
+    # torch's flag for debugging these functions keeps Dynamo out.
+    return torch_compat.unfused_flex_attention(
+      query, key, value, score_mod, block_mask, scale, kernel_options, *operands
+    )
+  dtype = amp.dtype_in_force() or query.dtype
+  tensors = (tensor.to(dtype) for tensor in (query, key, value))
+  operands = torch_pytree.tree_map_only(torch.Tensor, _number_or_tensor, operands)
+  arguments = (*tensors, score_mod, block_mask, scale, None, *operands)
+  return env_on().functions.call(
+    _flex_attention,
+    _on_arrays,
+    *arguments,
+    numbers=("scale", "score_operands", "mask_operands"),
+  )
+
+
 # On fakes -----------------------------------------------------------------------------
 
 
@@ -185,6 +264,15 @@ def _scan_of_fakes(combine, init, xs, additional=()):
   results = tuple(combine(*init, *[x.select(0, 0) for x in xs], *additional))
   ys = [y.expand(length, *y.shape).clone() for y in results[len(init) :]]
   return *results[: len(init)], *ys
+
+
+def _flex_attention_of_fakes(query, key, value, *others):
+  out = query.new_empty(
+    *query.shape[:-1], value.shape[-1], dtype=amp.dtype_in_force() or query.dtype
+  )
+  wide = torch.promote_types(out.dtype, torch.float32)
+  statistics = [query.new_empty(query.shape[:-1], dtype=wide) for _ in range(2)]
+  return out, *statistics
 
 
 # The table ----------------------------------------------------------------------------
@@ -239,6 +327,9 @@ TABLE: dict[Any, HigherOrder] = present(
       _prepare_graphs(lambda graph, identifier, *operands: graph(*operands)),
     ),
     higher_order.wrap_with_set_grad_enabled: HigherOrder(_without_gradients),
+    higher_order.flex_attention: HigherOrder(
+      _flex_attention, _flex_attention_of_tensors, _flex_attention_of_fakes
+    ),
     higher_order.tag_activation_checkpoint: HigherOrder(
       on_tensors=_checkpoint, has_overrides=False
     ),

@@ -1,4 +1,4 @@
-"""`torch.accelerator`, `fork_rng`, `DataParallel` and `Tensor.to`, answered in Python.
+"""`torch.accelerator`, `fork_rng`, `flex_attention` and others, answered in Python.
 
 Of this backend, C++ knows one device without memory and streams. The names here are
 attributes of modules of torch, and hold for the whole process.
@@ -99,3 +99,29 @@ def resolve_in_to(resolve) -> None:
   """
   resolving_to.resolve = resolve
   patch(torch.Tensor, "to", resolving_to, "the current device of several, in Tensor.to")
+
+
+_FLEX = "torch.nn.attention.flex_attention on jax"
+_validate_device = private.find(
+  "torch.nn.attention.flex_attention._validate_device", _FLEX, instead=None
+)
+
+
+def accept_jax_in_flex_attention() -> None:
+  """Make `flex_attention` accept jax tensors; torch has a fixed list of devices."""
+  if _validate_device is None:
+    return
+
+  @functools.wraps(_validate_device)
+  def validate_device(query, key, value):
+    if query.device.type != BACKEND:
+      _validate_device(query, key, value)
+
+  owner = private.resolve("torch.nn.attention.flex_attention")
+  patch(owner, "_validate_device", validate_device, _FLEX)
+
+
+# torch's implementation by plain operations, which computes the whole matrix of scores.
+unfused_flex_attention = private.find(
+  "torch._higher_order_ops.flex_attention.math_attention", _FLEX
+)
