@@ -1,9 +1,11 @@
 """Uses of the library's models other than training steps."""
 
 import copy
+import functools
 
 import pytest
 import torch
+import transformers
 from compare import assert_close, assert_same
 from models import huggingface
 from models.ways import WAYS, run_on_cpu
@@ -11,6 +13,7 @@ from models.zoo import LOOP_OVER_EXPERTS, MODELS
 from transformers.integrations.executorch import register_dynamic_cache_export_support
 
 import torchax
+from torchax.integrations import flex_attention as integration
 from torchax.interop import JittableModule
 
 NEW_WORDS = 4
@@ -110,3 +113,50 @@ def test_a_loop_over_experts_runs_where_there_are_numbers(way):
   else:
     with pytest.raises(TypeError, match="nonzero: the shape of the result"):
       WAYS[way](model, inputs, None)
+
+
+@pytest.fixture
+def flex_attention_on_jax(monkeypatch):
+  """Let transformers run `flex_attention` on jax, during a test."""
+  flex, masks = transformers.integrations.flex_attention, transformers.masking_utils
+  monkeypatch.setattr(
+    *(flex, "compile_friendly_flex_attention", flex.compile_friendly_flex_attention)
+  )
+  for module in (flex, masks):
+    monkeypatch.setattr(module, "create_block_mask", module.create_block_mask)
+  integration.use_jax()
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("way", ("eager", "jit", "compile"))
+@pytest.mark.parametrize("family", (huggingface.llama, huggingface.mistral))
+def test_flex_attention_equals_sdpa(flex_attention_on_jax, family, way):
+  """The first words of one sentence are padding.
+
+  Not in `jax_jit`: transformers branches there on the values of the mask.
+  """
+  torch.manual_seed(0)
+  cpu = family("sdpa", 0.0).eval()
+  model = family("flex_attention", 0.0).eval()
+  model.load_state_dict(cpu.state_dict())
+  words = huggingface.words()
+  inputs, mask = {"input_ids": words, "labels": words}, torch.ones_like(words)
+  if way != "jit":
+    mask[1, :3] = 0
+    inputs["attention_mask"] = mask
+  expected = cpu(**inputs)
+  gradients = torch.autograd.grad(expected.loss, list(cpu.parameters()))
+  model = model.to("jax")
+  call = {
+    "eager": lambda model: model,
+    "jit": JittableModule,
+    "compile": functools.partial(torch.compile, backend="jax"),
+  }[way](model)
+  with torchax.default_env():
+    found = call(**{name: tensor.to("jax") for name, tensor in inputs.items()})
+  seen = mask.bool()
+  assert_close(found.logits.cpu()[seen], expected.logits[seen])
+  for have, want in zip(
+    torch.autograd.grad(found.loss, list(model.parameters())), gradients, strict=True
+  ):
+    assert_close(have.cpu(), want)
