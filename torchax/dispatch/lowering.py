@@ -60,7 +60,9 @@ class Lowering:
     self.is_sampler = operator.kind is Kind.SAMPLER
     self.takes_device = "device" in names
     # A user's lowering may accept arguments that torch refuses.
-    self.is_checked = operator.is_builtin and schema is not None
+    self.is_checked = (
+      operator.is_builtin and schema is not None and operator.checks.meta
+    )
     self._is_real = operator.is_builtin and real_numbers.may_refuse_complex(self.name)
     self._func = operator.func
     if operator.kind is Kind.ENV_ARRAYS:

@@ -88,11 +88,14 @@ class Checks:
     shape_check: raises for numbers that do not fit the shapes, if `prepare` made the
       numbers operands. Called once for each set of numbers and shapes, with abstract
       arrays. For static numbers the lowering raises itself.
+    meta: torch's meta kernel checks the arguments. False if it refuses arguments that
+      a kernel of another device accepts: then the lowering raises torch's errors.
   """
 
   check: Callable | None = None
   rules: Callable | None = None
   shape_check: Callable | None = None
+  meta: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

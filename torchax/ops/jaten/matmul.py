@@ -327,18 +327,74 @@ _INNER_GROUPS = lax.RaggedDotDimensionNumbers(
 )
 
 
-@op(aten._grouped_mm)
-def _aten__grouped_mm(self, mat2, offs=None, bias=None, out_dtype=None):
-  """Multiply group by group; rows past the last offset are 0, not uninitialized."""
+def require_groups(left, right, offs, bias) -> None:
+  """Raise torch's errors for operands that do not fit each other or their offsets.
+
+  Raises:
+    RuntimeError: a dimension, a size or the offsets are wrong, or there is a bias.
+  """
+  is_flat = (left.ndim == 2, right.ndim == 2)
+  stacked = [matrices.shape[0] for matrices in (left, right) if matrices.ndim == 3]
+  if offs is not None:
+    stacked += [*offs.shape]
+  for is_right, message in (
+    (left.ndim in (2, 3), "mat_a has to be 2 or 3d"),
+    (right.ndim in (2, 3), "mat_b has to be 2 or 3d"),
+    (
+      any(is_flat) == (offs is not None),
+      "Have to provide offsets if there is a 2d matrix, or no offset if both matrices "
+      "are 3d",
+    ),
+    (
+      all(is_flat) or left.shape[-1] == right.shape[-2],
+      "contraction dimension of mat_a and mat_b must match",
+    ),
+    (offs is None or offs.ndim == 1, "offs has to be 1D"),
+    (offs is None or offs.dtype == jnp.int32, "Offsets have to be int32"),
+    (
+      len(set(stacked)) <= 1,
+      f"{'matrix batch sizes have' if any(is_flat) else 'batched dimension has'} "
+      "to match",
+    ),
+    (bias is None, "Bias not supported yet"),
+  ):
+    if not is_right:
+      raise RuntimeError(message)
+
+
+def grouped_product(left, right, offs, dtype):
+  """Multiply group by group; rows past the last offset are 0, not uninitialized.
+
+  Args:
+    left, right: matrices whose rows, columns or inner dimension are grouped, or stacks
+      of matrices; they fit (`require_groups`).
+    offs: int32 array with the end of each group; None for two stacks.
+    dtype: dtype of the sums and of the result.
+  """
   if offs is None:
-    return jnp.matmul(self, mat2)
+    dims = (((2,), (1,)), ((0,), (0,)))
+    return lax.dot_general(left, right, dims, preferred_element_type=dtype)
   sizes = jnp.diff(offs, prepend=0)
-  if self.ndim == mat2.ndim:
-    return lax.ragged_dot_general(self, mat2, sizes, _INNER_GROUPS)
-  if self.ndim == 2:
-    return lax.ragged_dot(self, mat2, sizes)
-  columns = lax.ragged_dot(mat2.T, jnp.swapaxes(self, 1, 2), sizes)
-  return columns.T
+  options: dict = {"preferred_element_type": dtype}
+  if left.ndim == right.ndim:
+    return lax.ragged_dot_general(left, right, sizes, _INNER_GROUPS, **options)
+  if left.ndim == 2:
+    return lax.ragged_dot(left, right, sizes, **options)
+  return lax.ragged_dot(right.T, jnp.swapaxes(left, 1, 2), sizes, **options).T
+
+
+@op(aten._grouped_mm, meta=False)
+def _aten__grouped_mm(self, mat2, offs=None, bias=None, out_dtype=None):
+  """Multiply group by group, in any floating-point dtype."""
+  if self.dtype != mat2.dtype or not jnp.issubdtype(self.dtype, jnp.floating):
+    raise TypeError(  # dispatch raises torch's error in its place
+      "_grouped_mm expects matrices of one floating-point dtype, but got "
+      f"{self.dtype} and {mat2.dtype}."
+    )
+  require_groups(self, mat2, offs, bias)
+  if out_dtype not in (None, mappings.j2t_dtype(self.dtype)):
+    raise RuntimeError("Grouped gemm output dtype must match `mat_a` dtype")
+  return grouped_product(self, mat2, offs, None)
 
 
 # The library transformers uses these instead of `_grouped_mm` under torch.compile.
