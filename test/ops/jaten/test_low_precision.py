@@ -1,0 +1,311 @@
+"""Products of float8 and int8: bits of CPU torch, or of a float64 reference.
+
+The numbers are small integers times powers of two, so every sum is exact in float32 and
+no order of addition changes a bit.
+"""
+
+import re
+
+import pytest
+import torch
+from ops.harness import Case, check, floats, ints
+
+import torchax
+from torchax.export import exported_program_to_jax
+from torchax.interop import jax_jit
+from torchax.ops.mappings import t2j
+
+F = torch.nn.functional
+Scaling, Swizzle = F.ScalingType, F.SwizzleType
+bf16, e4m3, e5m2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
+TENSOR, ROWS = Scaling.TensorWise, Scaling.RowWise
+
+
+def float8(*shape, dtype=e4m3, seed=0):
+  return ints(*shape, low=-8, high=9, seed=seed).to(torch.float32).to(dtype)
+
+
+def powers(*shape, seed=0):
+  return 2.0 ** ints(*shape, low=-3, high=4, seed=seed).to(torch.float32)
+
+
+LEFT, RIGHT = float8(6, 32), float8(10, 32, seed=1).T
+ONE_A, ONE_B = torch.tensor(0.5), torch.tensor([[4.0]])
+ROWS_A, ROWS_B = powers(6, 1), powers(1, 10, seed=1)
+BIAS = ints(10, low=-9, high=9).to(bf16)
+scaled_mm = torch._scaled_mm
+
+CASES = (
+  *(
+    Case(scaled_mm, LEFT, RIGHT, ONE_A, ONE_B, out_dtype=dtype, name=f"to {dtype}")
+    for dtype in (None, torch.float32, bf16, torch.float16, e5m2)
+  ),
+  Case(scaled_mm, LEFT.to(e5m2), RIGHT, ONE_A, ONE_B, out_dtype=bf16, name="e5m2"),
+  Case(scaled_mm, LEFT, RIGHT, ONE_A * 2**20, ONE_B, name="saturated"),
+  Case(scaled_mm, LEFT, RIGHT, ROWS_A, ROWS_B, BIAS, out_dtype=bf16, name="rows"),
+  Case(scaled_mm, LEFT, RIGHT, ONE_A, ONE_B, BIAS.float(), name="bias in float32"),
+  *(
+    Case(
+      scaled_mm,
+      *(LEFT, RIGHT, ONE_A, ONE_B),
+      scale_result=torch.tensor(4.0),
+      out_dtype=dtype,
+      name=f"scaled to {dtype}",
+    )
+    for dtype in (None, e4m3, bf16)
+  ),
+  Case(F.scaled_mm, LEFT, RIGHT, ONE_A, TENSOR, ONE_B, TENSOR, bias=BIAS),
+  Case(F.scaled_mm, LEFT, RIGHT, ROWS_A, ROWS, ROWS_B, ROWS, output_dtype=None),
+  Case(
+    torch._int_mm,
+    *(ints(*s, low=-128, high=128, dtype=torch.int8) for s in ((5, 33), (33, 7))),
+  ),
+  Case(
+    torch._int_mm,
+    ints(5, 33, high=256, dtype=torch.uint8),
+    ints(33, 7, low=-128, high=128, dtype=torch.int8),
+    name="unsigned",
+  ),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_results_have_the_bits_of_torch_on_the_cpu(case):
+  check(case)
+
+
+# Block scales, which the CPU kernels of torch lack ------------------------------------
+
+M, K, N = 130, 144, 150
+A, B = float8(M, K), float8(N, K, seed=1).T
+
+
+def expand(scale, block, size):
+  return scale.double().repeat_interleave(block, 1)[:, :size]
+
+
+def squares(scale, rows):
+  return scale.repeat_interleave(128, 0)[:rows]
+
+
+def swizzle(scale):
+  """Lay out (rows, blocks) as SWIZZLE_32_4_4, element by element."""
+  rows, blocks = scale.shape
+  across = -(-blocks // 4)
+  out = torch.zeros(-(-rows // 128) * across * 512)
+  for row in range(rows):
+    for block in range(blocks):
+      tile = row // 128 * across + block // 4
+      out[tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + block % 4] = scale[
+        row, block
+      ]
+  return out.to(torch.float8_e8m0fnu)
+
+
+def padded(scale):
+  """Return square scales as `F.scaled_mm` takes them: inner blocks first, 4 of them."""
+  return torch.cat([scale.T, torch.zeros(2, scale.shape[0])])
+
+
+POWERS_A, POWERS_B = powers(M, 5), powers(N, 5, seed=1)
+THIN_A, THIN_B = powers(M, 2), powers(N, 2, seed=1)
+WIDE_A, WIDE_B = powers(2, 2), powers(2, 2, seed=1)
+THIN, SQUARE, MX = (
+  Scaling.BlockWise1x128,
+  Scaling.BlockWise128x128,
+  Scaling.BlockWise1x32,
+)
+# Name: scales of `_scaled_mm`, of `F.scaled_mm`, its recipes, scale of each number.
+BLOCKS = {
+  "powers of two": (
+    *2 * ((swizzle(POWERS_A), swizzle(POWERS_B)),),
+    (MX, MX),
+    (expand(POWERS_A, 32, K), expand(POWERS_B, 32, K)),
+  ),
+  "rows by rows": (
+    (THIN_A, THIN_B.T),
+    (THIN_A, THIN_B),
+    (THIN, THIN),
+    (expand(THIN_A, 128, K), expand(THIN_B, 128, K)),
+  ),
+  "rows by squares": (
+    (THIN_A, WIDE_B.T),
+    (THIN_A, padded(WIDE_B)),
+    (THIN, SQUARE),
+    (expand(THIN_A, 128, K), expand(squares(WIDE_B, N), 128, K)),
+  ),
+  "squares by rows": (
+    (WIDE_A, THIN_B.T),
+    (padded(WIDE_A), THIN_B),
+    (SQUARE, THIN),
+    (expand(squares(WIDE_A, M), 128, K), expand(THIN_B, 128, K)),
+  ),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_block_scales_equal_a_float64_reference(name):
+  scales, scales_of_recipe, recipes, (each_a, each_b) = BLOCKS[name]
+  expected = ((A.double() * each_a) @ (B.double() * each_b.T)).float()
+  a, b, *scales = (t.to("jax") for t in (A, B, *scales))
+
+  def product(a, b, scale_a, scale_b):
+    return scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.float32)
+
+  with torchax.default_env():
+    assert torch.equal(product(a, b, *scales).cpu(), expected)
+    assert torch.equal(jax_jit(product)(a, b, *scales).cpu(), expected)
+    first, second = (scale.to("jax") for scale in scales_of_recipe)
+    order = Swizzle.SWIZZLE_32_4_4 if MX in recipes else Swizzle.NO_SWIZZLE
+    found = F.scaled_mm(
+      *(a, b, first, recipes[0], second, recipes[1], order, order),
+      output_dtype=torch.float32,
+    )
+  assert torch.equal(found.cpu(), expected)
+
+
+# Groups -------------------------------------------------------------------------------
+
+ENDS = torch.tensor([3, 3, 6, 8], dtype=torch.int32)
+TOKENS, EXPERTS = float8(8, 16), float8(4, 32, 16, seed=1).mT
+COLUMNS, INNER = float8(8, 16, seed=2).T, float8(8, 32, seed=3)
+GROUPS = {
+  "rows": (TOKENS, EXPERTS, powers(8), powers(4, 32), ENDS),
+  "columns": (EXPERTS.mT, COLUMNS, powers(4, 32), powers(8), ENDS),
+  "inner": (TOKENS.T, INNER, powers(4 * 16), powers(4 * 32), ENDS),
+  "stacks": (EXPERTS.mT, EXPERTS, powers(4, 32), powers(4, 32)),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_scaled_groups_equal_products_of_each_group(name):
+  left, right, scale_left, scale_right, *ends = GROUPS[name]
+  a, b = left.float(), right.float()
+  if name == "inner":
+    products = torch._grouped_mm(a, b, *ends)
+    expected = products * scale_left.view(4, 16, 1) * scale_right.view(4, 1, 32)
+  else:
+    expected = torch._grouped_mm(
+      a * scale_left[..., None], b * scale_right[..., None, :], *ends
+    )
+  moved = [t.to("jax") for t in GROUPS[name]]
+  with torchax.default_env():
+    found = torch._scaled_grouped_mm(*moved)
+    recipes = F.scaled_grouped_mm(
+      *moved[:2], moved[2], ROWS, moved[3], ROWS, offs=(moved[4:] or [None])[0]
+    )
+  assert torch.equal(found.cpu(), expected.to(bf16))
+  assert torch.equal(recipes.cpu(), expected.to(bf16))
+
+
+# Errors -------------------------------------------------------------------------------
+
+REFUSED = {
+  "one dimension": (scaled_mm, (LEFT[0], RIGHT, ONE_A, ONE_B), "2D"),
+  "floats": (scaled_mm, (LEFT.float(), RIGHT, ONE_A, ONE_B), "fp8"),
+  "inner size": (scaled_mm, (LEFT, RIGHT[1:], ONE_A, ONE_B), "6x32 and 31x10"),
+  "scale of rows and tensor": (scaled_mm, (LEFT, RIGHT, ROWS_A, ONE_A), "recipes"),
+  "scale of bfloat16": (scaled_mm, (LEFT, RIGHT, ONE_A.to(bf16), ONE_B), "recipes"),
+  "few scales": (scaled_mm, (LEFT, RIGHT, ROWS_A[1:], ROWS_B), r"\[5, 1\]"),
+  "bias": (scaled_mm, (LEFT, RIGHT, ONE_A, ONE_B, BIAS[1:]), "size 10 but got 9"),
+  "scale of the result": (
+    scaled_mm,
+    (LEFT, RIGHT, ONE_A, ONE_B, None, ROWS_A),
+    "must be a float scalar",
+  ),
+  "swizzle": (
+    F.scaled_mm,
+    (A, B, *(x for scale in BLOCKS["powers of two"][0] for x in (scale, MX))),
+    "SWIZZLE_32_4_4",
+  ),
+  "levels": (
+    F.scaled_mm,
+    (LEFT, RIGHT, [ONE_A] * 2, [TENSOR] * 2, [ONE_B] * 2, [TENSOR] * 2),
+    "one scale",
+  ),
+  "groups of bfloat16": (
+    torch._scaled_grouped_mm,
+    (TOKENS.to(bf16), *GROUPS["rows"][1:]),
+    "E4M3",
+  ),
+  "scales of groups": (
+    torch._scaled_grouped_mm,
+    (TOKENS, EXPERTS, powers(7), powers(4, 32), ENDS),
+    r"scale_a .* \[8\]",
+  ),
+  "groups without ends": (torch._scaled_grouped_mm, GROUPS["rows"][:4], "offsets"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_operands_that_do_not_fit_raise(name):
+  function, args, message = REFUSED[name]
+  moved = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to("jax"), args)
+  with torchax.default_env(), pytest.raises(RuntimeError, match=message):
+    function(*moved)
+
+
+@pytest.mark.parametrize(
+  "args",
+  [
+    (ints(4, 8, dtype=torch.int32), ints(8, 4, dtype=torch.int8)),
+    (ints(4, 8, dtype=torch.int8), ints(4, 8, dtype=torch.int8)),
+    (ints(4, 8, dtype=torch.int8), ints(8, 4, dtype=torch.uint8)),
+  ],
+  ids=["dtype", "sizes", "unsigned weight"],
+)
+def test_int_mm_raises_the_error_of_torch(args):
+  with pytest.raises(RuntimeError) as of_torch:
+    torch._int_mm(*args)
+  with (
+    torchax.default_env(),
+    pytest.raises(RuntimeError, match=re.escape(str(of_torch.value).splitlines()[0])),
+  ):
+    torch._int_mm(*(t.to("jax") for t in args))
+
+
+# Compiled graphs ----------------------------------------------------------------------
+
+
+def _layer(x, weight, scale):
+  """Compute a float8 layer with dynamic scales of the rows, then an int8 layer."""
+  scale_x = x.abs().amax(1, keepdim=True) / 448
+  hidden = scaled_mm((x / scale_x).to(e4m3), weight, scale_x, scale, out_dtype=bf16)
+  whole = hidden.float().clamp(-127, 127).to(torch.int8)
+  return hidden, torch._int_mm(whole, whole.T)
+
+
+LAYER = (floats(4, 32), RIGHT, ROWS_B)
+
+
+def test_torch_compile_gives_the_bits_of_the_eager_layer():
+  with torchax.default_env():
+    expected = _layer(*(t.to("jax") for t in LAYER))
+  found = torch.compile(_layer, backend="jax", fullgraph=True)(*LAYER)
+  for ours, eager in zip(found, expected, strict=True):
+    assert torch.equal(ours, eager.cpu())
+
+
+def test_an_exported_layer_equals_the_eager_layer():
+  class Layer(torch.nn.Module):
+    def forward(self, *args):
+      return _layer(*args)
+
+  exported = torch.export.export(Layer(), LAYER)
+  with torchax.default_env():
+    expected = _layer(*(t.to("jax") for t in LAYER))
+  _, program = exported_program_to_jax(exported)
+  found = program({}, tuple(t2j(t) for t in LAYER))
+  for ours, eager in zip(found, expected, strict=True):
+    assert (ours == eager.jax()).all()
+
+
+def test_the_program_multiplies_narrow_operands():
+  """XLA, which sees float8 and int8 operands, can choose a kernel of the hardware."""
+  args = [t.to("jax") for t in LAYER]
+  with torchax.default_env():
+    program = jax_jit(_layer).lower(*args).as_text()
+  assert (
+    "(tensor<4x32xf8E4M3FN>, tensor<32x10xf8E4M3FN>) -> tensor<4x10xf32>" in program
+  )
+  assert "(tensor<4x10xi8>, tensor<10x4xi8>) -> tensor<4x4xi32>" in program
