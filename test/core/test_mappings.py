@@ -68,6 +68,8 @@ def test_a_dtype_unknown_to_torch_is_named():
 def values_of(dtype: torch.dtype) -> torch.Tensor:
   if dtype == torch.bool:
     return ints(2, 3, high=2).bool()
+  if dtype == torch.float4_e2m1fn_x2:
+    return ints(2, 3, high=256).to(torch.uint8).view(dtype)
   if dtype.is_floating_point or dtype.is_complex:
     return floats(2, 3).to(dtype)
   return ints(2, 3).to(dtype)

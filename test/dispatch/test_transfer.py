@@ -170,7 +170,7 @@ def test_module_conversion_casts_floating_point_tensors(row):
 
 @pytest.mark.parametrize(
   "dtype",
-  [torch.complex32, torch.float4_e2m1fn_x2, torch.quint8, torch.uint4, torch.bits8],
+  [torch.complex32, torch.quint8, torch.uint4, torch.bits8],
   ids=str,
 )
 def test_error_names_a_dtype_that_jax_lacks(dtype):

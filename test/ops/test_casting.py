@@ -20,7 +20,7 @@ FLOAT8 = tuple(dtype for dtype in mappings.TORCH_DTYPE_TO_JAX if "float8" in str
 NUMBER_DTYPES = tuple(
   dtype
   for dtype in mappings.TORCH_DTYPE_TO_JAX
-  if dtype is not None and dtype not in FLOAT8
+  if dtype not in (None, torch.float4_e2m1fn_x2, *FLOAT8)
 )
 
 

@@ -109,3 +109,11 @@ def not_assignable(value, device) -> TypeError:
     f"can't assign a numpy.{type(value).__name__} to a tensor on {device}. Make a "
     f'tensor of it: torch.as_tensor(value, device="{device}").'
   )
+
+
+def packed_error(name: str) -> NotImplementedError:
+  """Return torch's error for an operation that cannot read packed 4-bit numbers."""
+  return NotImplementedError(
+    f"\"{name}\" not implemented for 'Float4_e2m1fn_x2'. View it as torch.uint8, "
+    "or multiply with torch.nn.functional.scaled_mm."
+  )

@@ -20,6 +20,11 @@ from torchax.core.error_messages import donated_error, no_numbers
 from torchax.devices import placement, shards
 from torchax.errors import MixedDeviceError, UnsupportedDtypeError
 
+# float4_e2m1fn_x2 has two numbers in a byte, JAX's float4_e2m1fn one in an element. Its
+# bytes are carried by a dtype that torch lacks. Each of the 256 patterns is another
+# number, so XLA keeps the bits even where it moves floats in a wider dtype.
+PACKED = jnp.dtype(jnp.float8_e4m3b11fnuz)
+
 TORCH_DTYPE_TO_JAX = {
   None: None,
   torch.bool: jnp.dtype(jnp.bool_),
@@ -42,6 +47,7 @@ TORCH_DTYPE_TO_JAX = {
   torch.float8_e4m3fnuz: jnp.dtype(jnp.float8_e4m3fnuz),
   torch.float8_e5m2fnuz: jnp.dtype(jnp.float8_e5m2fnuz),
   torch.float8_e8m0fnu: jnp.dtype(jnp.float8_e8m0fnu),
+  torch.float4_e2m1fn_x2: PACKED,
 }
 
 JAX_DTYPE_TO_TORCH: dict[Any, Any] = {
@@ -60,6 +66,7 @@ NUMPY_UNSUPPORTED_DTYPES = {
   torch.float8_e4m3fnuz: ml_dtypes.float8_e4m3fnuz,
   torch.float8_e5m2fnuz: ml_dtypes.float8_e5m2fnuz,
   torch.float8_e8m0fnu: ml_dtypes.float8_e8m0fnu,
+  torch.float4_e2m1fn_x2: ml_dtypes.float8_e4m3b11fnuz,
 }
 
 _CARRIERS = {1: (torch.uint8, np.uint8), 2: (torch.int16, np.int16)}

@@ -20,7 +20,7 @@ from torchax.core import explicit_axes, mappings, narrowing
 from torchax.core.chains import WHOLE
 from torchax.dispatch import torch_checks, torch_derivatives
 from torchax.dispatch.operands import Flattener, PreparedFlattener, drop_weak_type
-from torchax.registry import real_numbers
+from torchax.registry import packed_numbers, real_numbers
 from torchax.registry.derivatives import formula_of
 from torchax.registry.operators import Kind, Operator
 from torchax.registry.schema import schema_of
@@ -64,6 +64,7 @@ class Lowering:
       operator.is_builtin and schema is not None and operator.checks.meta
     )
     self._is_real = operator.is_builtin and real_numbers.may_refuse_complex(self.name)
+    self._may_compute = operator.is_builtin and packed_numbers.may_compute(self.name)
     self._func = operator.func
     if operator.kind is Kind.ENV_ARRAYS:
       self._func = functools.partial(operator.func, env=env)
@@ -105,6 +106,8 @@ class Lowering:
       base, *operands = operands
     args, kwargs = self.flattener.rebuild(static_key, operands)
     self.require_real(args, kwargs)
+    if self._may_compute:
+      packed_numbers.require_none(self.name, args, kwargs)
     if example is not None:
       example.require(args, kwargs)
     if self.is_sampler:

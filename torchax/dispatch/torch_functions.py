@@ -20,7 +20,7 @@ from torchax.dispatch.explaining import EXPLAINED, raise_as_torch
 from torchax.dispatch.operands import Flattener
 from torchax.dispatch.out import write_output
 from torchax.dispatch.programs import MOST_PROGRAMS, NumberPrograms
-from torchax.registry import operators
+from torchax.registry import operators, packed_numbers
 from torchax.registry.operator_table import is_aten
 from torchax.registry.operators import Kind, Operator
 from torchax.tensor import Tensor
@@ -121,6 +121,8 @@ class ArrayFunctionHandler:
 
     def on_arrays(*arrays):
       args, kwargs = arguments(arrays)
+      if self.operator.is_builtin:
+        packed_numbers.require_none(self.name, args, kwargs)
       return self.operator.func(*args, **kwargs, **extra)
 
     def backward(arrays, cotangents):

@@ -13,7 +13,7 @@ import torch
 from torchax.compat import jax_compat, torch_compat
 from torchax.core import mappings, narrowing
 from torchax.core.chains import WHOLE
-from torchax.core.error_messages import no_numbers
+from torchax.core.error_messages import no_numbers, packed_error
 from torchax.core.storage import LazyZeros
 from torchax.devices import placement, shards
 from torchax.dispatch import host_operations
@@ -34,6 +34,8 @@ def _item(tensor: Tensor):
   array = tensor.jax()
   if isinstance(array, jax.core.Tracer):
     raise no_numbers("`.item()` (also `bool()`, `int()`, `float()`, `if tensor:`)")
+  if array.dtype == mappings.PACKED:
+    raise packed_error("_local_scalar_dense")
   try:
     return array.item()
   except RuntimeError as error:

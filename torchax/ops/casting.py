@@ -16,6 +16,7 @@ import torch
 from jax import lax
 
 from torchax.core import mappings, narrowing
+from torchax.core.error_messages import packed_error
 
 _E4M3FN = jnp.dtype(jnp.float8_e4m3fn)
 _E8M0FNU = jnp.dtype(jnp.float8_e8m0fnu)
@@ -44,6 +45,8 @@ def cast(array: jax.Array, dtype: Any) -> jax.Array:
   Array([ 44, 255], dtype=uint8)
   """
   dtype, source = jnp.dtype(dtype), jnp.result_type(array)
+  if mappings.PACKED in (dtype, source) and dtype != source:
+    raise packed_error("copy_kernel")
   if jnp.issubdtype(source, jnp.complexfloating):
     if dtype == jnp.bool_:
       return array != 0

@@ -9,7 +9,7 @@ import torch
 from jax import Array
 
 from torchax.core import mappings
-from torchax.core.error_messages import loses_gradient, no_numbers
+from torchax.core.error_messages import loses_gradient, no_numbers, packed_error
 from torchax.core.tracebacks import hide_library_frames
 
 
@@ -94,5 +94,8 @@ class ArrayProtocols(torch.Tensor):
 
     Raises:
       TracedStateError: inside a compiled function, where they are not known.
+      NotImplementedError: the dtype is float4_e2m1fn_x2.
     """
+    if self.dtype is torch.float4_e2m1fn_x2:
+      raise packed_error("tolist")
     return mappings.numpy_copy(self.jax(), "`.tolist()`").tolist()

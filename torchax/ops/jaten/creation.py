@@ -44,7 +44,8 @@ def _scalar(value, dtype):
 
 def _zero_array(size, dtype):
   """Return zeros; float8_e8m0fnu lacks zero and gets its smallest number, as torch."""
-  return jnp.broadcast_to(cast(0.0, dtype), size)
+  zero = jnp.zeros((), dtype) if dtype == mappings.PACKED else cast(0.0, dtype)
+  return jnp.broadcast_to(zero, size)
 
 
 def _vary_like(array, like):
@@ -68,7 +69,7 @@ _aten_empty = _zeros
 
 @op(aten.ones, on_host=_on_host.constant(1))
 def _ones(size, *, dtype=None):
-  return jnp.ones(size, _dtype_or(dtype, default_float()))
+  return jnp.broadcast_to(cast(1.0, _dtype_or(dtype, default_float())), size)
 
 
 def _check_full(size, fill_value, *, dtype=None, **_ignored):

@@ -1,0 +1,32 @@
+"""float4_e2m1fn_x2: bytes of two 4-bit numbers, which operations move but not compute.
+
+Scaled products read the numbers. All other arithmetic raises torch's error, because JAX
+would compute with the dtype that carries the bytes (`mappings.PACKED`).
+"""
+
+import jax
+
+from torchax.core import mappings
+from torchax.core.error_messages import packed_error
+
+_MOVES = """
+_scaled_mm _scaled_mm_v2 _to_copy alias cat clone copy embedding empty_like flip gather
+index index_put index_select new_empty new_zeros repeat roll stack where zeros_like
+"""
+_ALLOWED = frozenset(f"aten.{name}" for name in _MOVES.split())
+
+
+def may_compute(name: str) -> bool:
+  """Return True if the overload of this name does more than move its tensors."""
+  return name.rpartition(".")[0] not in _ALLOWED
+
+
+def require_none(name: str, args, kwargs) -> None:
+  """Raise if an array among the arguments of an operation has packed numbers.
+
+  Raises:
+    NotImplementedError: there is one.
+  """
+  leaves = jax.tree.leaves((list(args), dict(kwargs)))
+  if any(getattr(leaf, "dtype", None) == mappings.PACKED for leaf in leaves):
+    raise packed_error(name)
