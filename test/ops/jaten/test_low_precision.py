@@ -1,4 +1,4 @@
-"""Products of float8 and int8: bits of CPU torch, or of a float64 reference.
+"""Products of float8, float4, int8: bits of CPU torch, or of a float64 reference.
 
 The numbers are small integers times powers of two, so every sum is exact in float32 and
 no order of addition changes a bit.
@@ -88,7 +88,7 @@ def squares(scale, rows):
   return scale.repeat_interleave(128, 0)[:rows]
 
 
-def swizzle(scale):
+def swizzle(scale, dtype=torch.float8_e8m0fnu):
   """Lay out (rows, blocks) as SWIZZLE_32_4_4, element by element."""
   rows, blocks = scale.shape
   across = -(-blocks // 4)
@@ -99,7 +99,7 @@ def swizzle(scale):
       out[tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + block % 4] = scale[
         row, block
       ]
-  return out.to(torch.float8_e8m0fnu)
+  return out.to(dtype)
 
 
 def padded(scale):
@@ -164,6 +164,65 @@ def test_block_scales_equal_a_float64_reference(name):
   assert torch.equal(found.cpu(), expected)
 
 
+# Packed 4-bit numbers -----------------------------------------------------------------
+
+float4 = torch.float4_e2m1fn_x2
+LEVELS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+LEVELS = torch.cat([LEVELS, -LEVELS])
+CODES_A, CODES_B = ints(M, K, high=16), ints(N, K, high=16, seed=1)
+NV = Scaling.BlockWise1x16
+# Recipe: size of a block, dtype and numbers of the scales.
+FLOAT4 = {
+  "nvfp4": (NV, 16, e4m3, [ints(rows, 9, low=1, high=15).float() for rows in (M, N)]),
+  "mxfp4": (MX, 32, torch.float8_e8m0fnu, (POWERS_A, POWERS_B)),
+}
+
+
+def packed(codes):
+  """Return bytes on jax whose low halves are the even columns."""
+  both = codes[:, ::2] | codes[:, 1::2] << 4
+  return both.to(torch.uint8).to("jax").view(float4)
+
+
+@pytest.mark.parametrize("name", FLOAT4)
+def test_packed_numbers_equal_a_float64_reference(name):
+  recipe, block, dtype, (scale_a, scale_b) = FLOAT4[name]
+  left = LEVELS[CODES_A].double() * expand(scale_a, block, K)
+  right = LEVELS[CODES_B].double() * expand(scale_b, block, K)
+  expected = (left @ right.T).float()
+  order = Swizzle.SWIZZLE_32_4_4
+  scales = [swizzle(scale, dtype).to("jax") for scale in (scale_a, scale_b)]
+
+  def product(a, b, scale_a, scale_b):
+    return scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.float32)
+
+  def by_recipe(a, b, scale_a, scale_b):
+    scales = (scale_a, recipe, scale_b, recipe, order, order)
+    return F.scaled_mm(a, b, *scales, output_dtype=torch.float32)
+
+  with torchax.default_env():
+    a, b = packed(CODES_A), packed(CODES_B).T
+    for run in (product, jax_jit(product), by_recipe):
+      assert torch.equal(run(a, b, *scales).cpu(), expected)
+  on_cpu = torch.compile(product, backend="jax", fullgraph=True)
+  assert torch.equal(on_cpu(a.cpu(), b.cpu(), *(s.cpu() for s in scales)), expected)
+
+
+def test_nvfp4_scales_of_the_tensors_multiply_before_the_bias():
+  _, _, dtype, scales = FLOAT4["nvfp4"]
+  scales = [swizzle(scale, dtype).to("jax") for scale in scales]
+  whole, bias = torch.tensor(0.5, device="jax"), torch.ones(N, device="jax")
+  order = Swizzle.SWIZZLE_32_4_4
+  with torchax.default_env():
+    a, b = packed(CODES_A), packed(CODES_B).T
+    plain = scaled_mm(a, b, *scales, out_dtype=torch.float32)
+    found = F.scaled_mm(
+      *(a, b, [scales[0], whole], [NV, TENSOR], [scales[1], whole], [NV, TENSOR]),
+      *(order, order, bias, torch.float32),
+    )
+    assert torch.equal(found, plain / 4 + 1)
+
+
 # Groups -------------------------------------------------------------------------------
 
 ENDS = torch.tensor([3, 3, 6, 8], dtype=torch.int32)
@@ -222,6 +281,16 @@ REFUSED = {
     F.scaled_mm,
     (LEFT, RIGHT, [ONE_A] * 2, [TENSOR] * 2, [ONE_B] * 2, [TENSOR] * 2),
     "one scale",
+  ),
+  "float4 with float8": (
+    scaled_mm,
+    (LEFT.view(torch.uint8).view(float4), RIGHT, ONE_A, ONE_B),
+    "fp8 or fp4",
+  ),
+  "float4 without blocks": (
+    scaled_mm,
+    (*(t.view(torch.uint8).view(float4) for t in (LEFT, RIGHT)), ONE_A, ONE_B),
+    "recipes",
   ),
   "groups of bfloat16": (
     torch._scaled_grouped_mm,

@@ -1,8 +1,8 @@
-"""Matrix products of 8-bit floats and integers, with the scales of their operands.
+"""Matrix products of narrow floats and integers, with the scales of their operands.
 
-A product of float8 accumulates in float32, one of int8 in int32. XLA gets the narrow
-operands, so it can choose a kernel of the hardware. Integer weights, of 4 or 8 bits,
-are in `packed_weights.py`.
+Products of float8 and float4 accumulate in float32, those of int8 in int32. XLA gets
+the narrow operands, so it can choose a kernel of the hardware. Integer weights, of 4
+or 8 bits, are in `packed_weights.py`.
 """
 
 import jax.numpy as jnp
@@ -16,9 +16,9 @@ from torchax.ops.jaten.matmul import grouped_product, require_groups
 from torchax.registry.names import aten
 
 _TENSOR, _ROWS = ScalingType.TensorWise, ScalingType.RowWise
-_32, _128 = ScalingType.BlockWise1x32, ScalingType.BlockWise1x128
-_SQUARE = ScalingType.BlockWise128x128
-# Recipes of the two operands, in the order in which `_scaled_mm` tries them.
+_16, _32 = ScalingType.BlockWise1x16, ScalingType.BlockWise1x32
+_128, _SQUARE = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
+# Recipes of two float8 operands, in the order in which `_scaled_mm` tries them.
 _RECIPES = (
   (_TENSOR, _TENSOR),
   (_ROWS, _ROWS),
@@ -27,9 +27,12 @@ _RECIPES = (
   (_128, _128),
   (_SQUARE, _128),
 )
+_FLOAT4_RECIPES = ((_32, _32), (_16, _16))
 _FLOAT8 = FLOAT8 - {jnp.dtype(jnp.float8_e8m0fnu)}
 # Size of a block along the inner dimension.
-_BLOCKS = {_32: 32, _128: 128, _SQUARE: 128}
+_BLOCKS = {_16: 16, _32: 32, _128: 128, _SQUARE: 128}
+# Dtype of scales in the layout SWIZZLE_32_4_4; other scales are float32.
+_TILED = {_16: jnp.float8_e4m3fn, _32: jnp.float8_e8m0fnu}
 
 
 def _contract(left, right, dtype):
@@ -53,13 +56,13 @@ def _ceil_div(size: int, block: int) -> int:
 
 def _fits(recipe: ScalingType, scale, rows: int, inner: int) -> bool:
   """Return True if a scale has the dtype and shape of the recipe."""
-  dtype = jnp.float8_e8m0fnu if recipe == _32 else jnp.float32
+  dtype = _TILED.get(recipe, jnp.float32)
   if scale.dtype != dtype or recipe == _TENSOR:
     return scale.dtype == dtype and scale.size == 1
   if recipe == _ROWS:
     return scale.shape == (rows, 1)
   blocks = _ceil_div(inner, _BLOCKS[recipe])
-  if recipe == _32:
+  if recipe in _TILED:
     return scale.size == 512 * _ceil_div(rows, 128) * _ceil_div(blocks, 4)
   return scale.shape == (_ceil_div(rows, 128) if recipe == _SQUARE else rows, blocks)
 
@@ -81,12 +84,12 @@ def _per_row(recipe: ScalingType, scale, rows: int, inner: int):
     return scale.reshape(1, 1)
   if recipe == _SQUARE:
     return jnp.repeat(scale, 128, axis=0)[:rows]
-  if recipe == _32:
-    return _without_swizzle(scale, rows, _ceil_div(inner, 32))
+  if recipe in _TILED:
+    return _without_swizzle(scale, rows, _ceil_div(inner, _BLOCKS[recipe]))
   return scale
 
 
-def _by_powers_of_two(left, right, scale_left, scale_right):
+def _in_small_blocks(left, right, scale_left, scale_right):
   """Multiply with scales of blocks; XLA may use the hardware's block-scaled product.
 
   Elsewhere JAX multiplies scales and numbers in bfloat16, which is exact here.
@@ -110,8 +113,15 @@ def _in_blocks(left, right, scale_left, scale_right):
   return lax.scan(add, zeros, (left, right, scale_left.T, scale_right))[0]
 
 
-def _scaled_product(left, right, recipes, scale_left, scale_right, bias):
-  """Return the float32 product of two matrices, with scales that fit the recipes."""
+def _scaled_product(left, right, recipes, scale_left, scale_right, bias, whole=1):
+  """Return the float32 product of two matrices.
+
+  Args:
+    left, right: matrices of shapes (rows, inner) and (inner, columns).
+    recipes: pair that fits `scale_left` and the transposed `scale_right`.
+    bias: None, or an array of shape (columns,) that is added last.
+    whole: factor of the product beside the scales.
+  """
   (rows, inner), columns = left.shape, right.shape[1]
   if bias is not None and bias.shape != (columns,):
     raise RuntimeError(f"Bias must be size {columns} but got {bias.size}")
@@ -124,8 +134,9 @@ def _scaled_product(left, right, recipes, scale_left, scale_right, bias):
     missing = -inner % block
     left = jnp.pad(left, ((0, 0), (0, missing)))
     right = jnp.pad(right, ((0, missing), (0, 0)))
-    multiply = _by_powers_of_two if block == 32 else _in_blocks
+    multiply = _in_blocks if block == 128 else _in_small_blocks
     product = multiply(left, right, scale_left, scale_right)
+  product = product * whole
   return product if bias is None else product + bias.astype(jnp.float32)
 
 
@@ -133,32 +144,53 @@ def _scaled_product(left, right, recipes, scale_left, scale_right, bias):
 
 
 def _describe(array) -> str:
-  return f"{mappings.j2t_dtype(array.dtype)}{list(array.shape)}"
+  return f"{array.dtype}{list(array.shape)}"
+
+
+def _operands(left, right):
+  """Return the matrices of a scaled product, with packed numbers unpacked.
+
+  Raises:
+    RuntimeError: torch's error if they are no float8 or float4 matrices, or their sizes
+      differ.
+  """
+  if not left.ndim == right.ndim == 2:
+    raise RuntimeError(
+      f"Inputs must be 2D but got self.dim()={left.ndim} and mat2.dim()={right.ndim}"
+    )
+  dtypes = {left.dtype, right.dtype}
+  if not (dtypes <= _FLOAT8 or dtypes == {mappings.PACKED}):
+    first, second = (mappings.j2t_dtype(operand.dtype) for operand in (left, right))
+    raise RuntimeError(
+      f"Expected both inputs to be fp8 or fp4 types but got self.dtype={first} and "
+      f"mat2.dtype={second}"
+    )
+  if left.shape[1] != right.shape[0]:
+    sizes = ["x".join(map(str, operand.shape)) for operand in (left, right)]
+    raise RuntimeError(
+      f"mat_a and mat_b shapes cannot be multiplied ({sizes[0]} and {sizes[1]})"
+    )
+  if dtypes <= _FLOAT8:
+    return left, right
+  return _unpacked(left), _unpacked(right.T).T
+
+
+def _unpacked(packed):
+  """Return rows of float4_e2m1fn; the low half of a byte is the first number."""
+  numbers = lax.bitcast_convert_type(packed, jnp.float4_e2m1fn)
+  return numbers.reshape(packed.shape[0], -1)
 
 
 def _require_recipe(left, right, recipes, scale_left, scale_right):
   """Return the first pair of recipes that fits the scales; `scale_right` is transposed.
 
   Raises:
-    RuntimeError: torch's error if an operand is no float8 matrix; the scales fit no
-      recipe. The CPU kernel's ValueError would name only the recipes that it has.
+    RuntimeError: the scales fit no recipe. The CPU kernel's ValueError would name only
+      the recipes that it has.
   """
-  if not left.ndim == right.ndim == 2:
-    raise RuntimeError(
-      f"Inputs must be 2D but got self.dim()={left.ndim} and mat2.dim()={right.ndim}"
-    )
-  if not {left.dtype, right.dtype} <= _FLOAT8:
-    dtypes = [mappings.j2t_dtype(operand.dtype) for operand in (left, right)]
-    raise RuntimeError(
-      f"Expected both inputs to be fp8 or fp4 types but got self.dtype={dtypes[0]} and "
-      f"mat2.dtype={dtypes[1]}"
-    )
-  (rows, inner), (also_inner, columns) = left.shape, right.shape
-  if inner != also_inner:
-    raise RuntimeError(
-      f"mat_a and mat_b shapes cannot be multiplied ({rows}x{inner} and "
-      f"{also_inner}x{columns})"
-    )
+  (rows, inner), columns = left.shape, right.shape[1]
+  allowed = _RECIPES if left.dtype in _FLOAT8 else _FLOAT4_RECIPES
+  recipes = [pair for pair in allowed if pair in recipes]
   for first, second in recipes:
     if _fits(first, scale_left, rows, inner) and _fits(
       second, scale_right, columns, inner
@@ -167,7 +199,7 @@ def _require_recipe(left, right, recipes, scale_left, scale_right):
   raise RuntimeError(
     "Invalid scaling configuration. A scaled product expects scales of the tensors, of "
     f"their rows, or of blocks, but got {_describe(scale_left)} for {_describe(left)} "
-    f"and {_describe(scale_right.T)} for {_describe(right)}. "
+    f"and {_describe(scale_right)} (transposed) for {_describe(right)}. "
     "See the recipes of torch.nn.functional.scaled_mm."
   )
 
@@ -192,36 +224,42 @@ def _aten__scaled_mm(
     scale_result.size == 1 and scale_result.dtype == jnp.float32
   ):
     raise RuntimeError("scale_result must be a float scalar")
-  recipes = _require_recipe(self, mat2, _RECIPES, scale_a, scale_b.T)
-  product = _scaled_product(self, mat2, recipes, scale_a, scale_b.T, bias)
+  left, right = _operands(self, mat2)
+  recipes = (*_RECIPES, *_FLOAT4_RECIPES)
+  recipes = _require_recipe(left, right, recipes, scale_a, scale_b.T)
+  product = _scaled_product(left, right, recipes, scale_a, scale_b.T, bias)
   dtype = mappings.t2j_dtype(out_dtype)
   if scale_result is not None and dtype in _FLOAT8:
     product = product / scale_result.reshape(())
   return cast(product, dtype or self.dtype)
 
 
-def _recipe_and_scale(recipes, scales, swizzles, inner: int):
-  """Return the recipe and the scale of an operand, described as (rows, inner).
+def _levels(recipes, scales, swizzles, inner: int):
+  """Return the recipe and scale of an operand, and the scale of the whole tensor.
 
   Raises:
-    RuntimeError: a recipe has several levels, or blocks of scales are not swizzled.
+    RuntimeError: there are other levels than these, or the scales are not in the layout
+      of the recipe.
   """
-  if len(recipes) != 1 or len(scales) != 1:
+  recipe, *others = map(ScalingType, recipes)
+  if len(scales) != len(recipes) or (others and (recipe, *others) != (_16, _TENSOR)):
     raise RuntimeError(
-      f"scaled_mm expects one scale for each operand, but got {len(scales)} scales for "
-      f"recipes {list(recipes)}. Multiply the result by a scale of the tensor."
+      "scaled_mm expects one scale and recipe for each operand, or two for "
+      f"BlockWise1x16 with TensorWise, but got {len(scales)} scales for "
+      f"{[each.name for each in (recipe, *others)]}."
     )
-  recipe = ScalingType(recipes[0])
   swizzle = SwizzleType(swizzles[0]) if swizzles else SwizzleType.NO_SWIZZLE
-  needed = SwizzleType.SWIZZLE_32_4_4 if recipe == _32 else SwizzleType.NO_SWIZZLE
+  is_tiled = recipe in _TILED
+  needed = SwizzleType.SWIZZLE_32_4_4 if is_tiled else SwizzleType.NO_SWIZZLE
   if swizzle != needed:
     raise RuntimeError(
       f"scaled_mm expects scales of {recipe.name} with {needed.name}, but got "
       f"{swizzle.name}."
     )
-  # torch stores the scales of square blocks as (inner blocks padded to 4, row blocks).
-  scale = scales[0]
-  return recipe, scale[: _ceil_div(inner, 128)].T if recipe == _SQUARE else scale
+  scale, *whole = scales
+  if recipe == _SQUARE:  # torch has (inner blocks padded to 4, row blocks)
+    scale = scale[: _ceil_div(inner, 128)].T
+  return recipe, scale, whole[0].reshape(()) if whole else 1
 
 
 @op(aten._scaled_mm_v2, meta=False)
@@ -239,20 +277,21 @@ def _aten__scaled_mm_v2(
   contraction_dim=(),
   use_fast_accum=False,
 ):
-  """Multiply float8 matrices by recipes: `torch.nn.functional.scaled_mm`."""
+  """Multiply by recipes: `torch.nn.functional.scaled_mm`."""
   if tuple(contraction_dim) not in ((), (1, 0)):
     raise ValueError(
       "scaled_mm contracts dimension 1 of mat_a with 0 of mat_b, but got "
       f"{contraction_dim}. Transpose the operands."
     )
-  inner = self.shape[-1]
-  first, scale_a = _recipe_and_scale(recipe_a, scale_a, swizzle_a, inner)
-  second, scale_b = _recipe_and_scale(recipe_b, scale_b, swizzle_b, inner)
+  left, right = _operands(self, mat2)
+  inner = left.shape[1]
+  first, scale_a, whole_a = _levels(recipe_a, scale_a, swizzle_a, inner)
+  second, scale_b, whole_b = _levels(recipe_b, scale_b, swizzle_b, inner)
   if second == _ROWS:
     scale_b = scale_b.T
-  recipes = [pair for pair in _RECIPES if pair == (first, second)]
-  _require_recipe(self, mat2, recipes, scale_a, scale_b)
-  product = _scaled_product(self, mat2, recipes[0], scale_a, scale_b, bias)
+  recipes = _require_recipe(left, right, [(first, second)], scale_a, scale_b)
+  whole = whole_a * whole_b
+  product = _scaled_product(left, right, recipes, scale_a, scale_b, bias, whole)
   return cast(product, mappings.t2j_dtype(out_dtype) or self.dtype)
 
 
