@@ -202,6 +202,7 @@ def _compose() -> None:
   torch_compat.watch_swaps(tensor.Tensor, storage.Rebindings.count_one)
   torch_compat.move_parameters_in_place(tensor.Tensor, torch_files.OWN)
   torch_compat.place_new_placeholders()
+  torch_compat.hold_jagged_parts(tensor.Tensor)
   torch_files.register(tensor.Tensor, _means_jax)
   untyped_storage.register()
   safetensors.register(_means_jax)

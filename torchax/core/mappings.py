@@ -159,7 +159,9 @@ def check_layout(tensor: torch.Tensor) -> None:
   if tensor.is_nested:
     raise UnsupportedDtypeError(
       "torchax holds tensors with one shape, but got a nested tensor. Call "
-      "`.to_padded_tensor(value)` first, or `.unbind()` for a list of tensors."
+      "`.to_padded_tensor(value)` first, or `.unbind()` for a list of tensors. Pass "
+      "the `.values()` and `.offsets()` of a jagged one to a compiled function, or to "
+      "`torch.nn.attention.varlen.varlen_attn`."
     )
   if tensor.layout is not torch.strided:
     raise UnsupportedDtypeError(

@@ -35,7 +35,10 @@ class Conversions:
 
     Raises:
       MixedDeviceError: `tensor` is not a 0-d CPU tensor, the kind that torch allows.
+      UnsupportedDtypeError: `tensor` is a nested tensor, whose parts may be on jax.
     """
+    if tensor.is_nested:
+      mappings.check_layout(tensor)
     scalar_ok = self.config.allow_mixed_math_with_scalar_tensor and not tensor.dim()
     if tensor.device.type == "cpu" and (cpu_ok or scalar_ok):
       host_operations.guard_on_read(tensor)

@@ -154,7 +154,6 @@ _REFUSED = {
     aten._nested_tensor_from_mask,
     aten._nested_tensor_from_tensor_list,
     aten._nested_view_from_buffer,
-    aten._nested_view_from_jagged,
   ),
   "mkldnn": (aten.to_mkldnn,),
 }
@@ -179,6 +178,11 @@ _INSTEAD = {
   "quantised": (
     " In place of `torch.ao.quantization` use weights of eight bits from torchao: "
     "`quantize_(model, Int8WeightOnlyConfig())`."
+  ),
+  "nested": (
+    " On jax, nested tensors have `layout=torch.jagged`. For attention, use the padded "
+    "form with a mask, or `torch.nn.attention.varlen.varlen_attn` with `.values()` and "
+    "`.offsets()`."
   ),
 }
 

@@ -11,6 +11,7 @@ from torchax.compat.torch_compat.distributed import *
 from torchax.compat.torch_compat.files import *
 from torchax.compat.torch_compat.functions import *
 from torchax.compat.torch_compat.graphs import *
+from torchax.compat.torch_compat.jagged import *
 from torchax.compat.torch_compat.mode_state import *
 from torchax.compat.torch_compat.modules import *
 from torchax.compat.torch_compat.operators import *
