@@ -24,7 +24,8 @@ from typing import Any, TypeGuard
 
 import torch
 
-from torchax.compat.patches import patch
+from torchax.compat import jax_compat, torch_compat
+from torchax.compat.patches import WhileNeeded, patch
 from torchax.core.boundary import Boundary
 from torchax.core.chains import WHOLE
 from torchax.core.static_values import Identity, describe_value, key_of
@@ -485,3 +486,11 @@ def is_alive(value) -> TypeGuard[Tensor]:
     return False
   birth = value._storage.birth
   return birth is None or not birth.closed
+
+
+def _is_traced(tensor) -> bool:
+  return isinstance(tensor, Tensor) and not jax_compat.is_top_level()
+
+
+without_reads = WhileNeeded(lambda: torch_compat.patch_modules(_is_traced))
+"""Context manager: modules of `torch.nn` read no numbers of traced tensors."""

@@ -59,7 +59,7 @@ from torchax.tracing.effects import (
   trained_leaves,
 )
 from torchax.tracing.guards import Guards
-from torchax.tracing.modules import Attributes
+from torchax.tracing.modules import Attributes, without_reads
 from torchax.tracing.program_keys import History
 from torchax.tracing.specialization import (
   ORDINARY,
@@ -290,6 +290,7 @@ class Traced:
       _no_hooks(),
       self.guards.watching(attributes.record),
       optimizers.tracing_steps,
+      without_reads,
     ):
       try:
         yield

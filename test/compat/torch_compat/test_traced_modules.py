@@ -1,0 +1,41 @@
+"""Modules of `torch.nn` that read numbers of a tensor, in a trace."""
+
+import pytest
+import torch
+from compare import assert_same
+from ops.harness import floats
+from torch import nn
+
+from torchax.interop import jax_jit
+
+IMAGES = floats(3, 2, 4)
+CAUSAL = nn.Transformer.generate_square_subsequent_mask(4)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_cumulative_statistics_are_averaged_in_a_trace(steps):
+  torch.manual_seed(0)
+  module = nn.BatchNorm1d(2, momentum=None)
+  on_jax = nn.BatchNorm1d(2, momentum=None).to("jax")
+  step = jax_jit(lambda x: on_jax(x))
+  for scale in range(1, steps + 1):
+    assert_same(step((IMAGES * scale).to("jax")), module(IMAGES * scale))
+  assert_same(on_jax.state_dict(), dict(module.state_dict()))
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, CAUSAL < 0, CAUSAL * 0], ids=str)
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+def test_masks_of_transformers_are_applied_in_a_trace(kind, mask):
+  torch.manual_seed(0)
+  if kind == "encoder":
+    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+    module = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    inputs = floats(2, 4, 4), mask
+  else:
+    layer = nn.TransformerDecoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+    module = nn.TransformerDecoder(layer, 1)
+    inputs = floats(2, 4, 4), floats(2, 4, 4, seed=1), mask
+  expected = module(*inputs)
+  module.to("jax")
+  actual = jax_jit(lambda *inputs: module(*inputs))(*[x.to("jax") for x in inputs])
+  assert_same(actual, expected.detach())

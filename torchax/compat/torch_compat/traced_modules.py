@@ -1,0 +1,72 @@
+"""Modules of `torch.nn` that read numbers of a tensor, which a trace does not have."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.modules import transformer
+
+from torchax.compat import private
+from torchax.compat.patches import patch, setting
+
+_MASKS = "masks of nn.TransformerEncoder and nn.TransformerDecoder in a trace"
+_detect_is_causal = private.find(
+  "torch.nn.modules.transformer._detect_is_causal_mask", _MASKS, instead=None
+)
+_AVERAGES = "nn.BatchNorm with momentum=None in a trace"
+_BatchNorm = private.find(
+  "torch.nn.modules.batchnorm._BatchNorm", _AVERAGES, instead=None
+)
+
+
+def patch_modules(is_traced: Callable[[Any], bool]) -> Callable[[], None]:
+  """Patch the modules not to read traced tensors; return the function to undo that.
+
+  The patches are for the time of a trace, since TorchScript compiles torch's own code.
+
+  Args:
+    is_traced: return True for tensors whose numbers cannot be read.
+  """
+  made = []
+  if _detect_is_causal is not None:
+    detect = _without_reading_masks(_detect_is_causal, is_traced)
+    made.append(patch(transformer, _detect_is_causal.__name__, detect, _MASKS))
+  for cls in filter(None, (_BatchNorm, torch.nn.SyncBatchNorm)):
+    forward = _with_traced_averages(cls.forward, is_traced)
+    made.append(patch(cls, "forward", forward, _AVERAGES))
+
+  def undo() -> None:
+    for each in made:
+      each.undo()
+
+  return undo
+
+
+def _without_reading_masks(detect, is_traced):
+  @functools.wraps(detect)
+  def detect_is_causal(mask, is_causal=None, size=None):
+    if is_causal is None and is_traced(mask):
+      is_causal = False  # a hint only: the mask itself is applied
+    return detect(mask, is_causal, size)
+
+  return detect_is_causal
+
+
+def _with_traced_averages(forward, is_traced):
+  @functools.wraps(forward)
+  def averaged(self, input):
+    count = self.num_batches_tracked
+    is_read = self.training and self.track_running_stats and self.momentum is None
+    if not is_read or not is_traced(count):
+      return forward(self, input)
+    running = self.running_mean, self.running_var
+    before = [statistics.clone() for statistics in running]
+    with setting(self, "momentum", 1.0):  # the statistics become those of the batch
+      output = forward(self, input)
+    for statistics, old in zip(running, before):
+      # `data`: the backward pass has saved the statistics, which it does not read.
+      statistics.data.copy_(old + (statistics - old) / count)
+    return output
+
+  return averaged
