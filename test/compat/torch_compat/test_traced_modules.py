@@ -39,3 +39,15 @@ def test_masks_of_transformers_are_applied_in_a_trace(kind, mask):
   module.to("jax")
   actual = jax_jit(lambda *inputs: module(*inputs))(*[x.to("jax") for x in inputs])
   assert_same(actual, expected.detach())
+
+
+@pytest.mark.parametrize("targets", [torch.tensor([0, 9, 4]), torch.tensor(7)], ids=str)
+def test_adaptive_softmax_is_computed_in_a_trace(targets):
+  torch.manual_seed(0)
+  module = nn.AdaptiveLogSoftmaxWithLoss(4, 10, [3, 6])
+  inputs = floats(*targets.shape, 4)
+  expected = module(inputs, targets)
+  module.to("jax")
+  step = jax_jit(lambda *inputs: tuple(module(*inputs)))
+  actual = step(inputs.to("jax"), targets.to("jax"))
+  assert_same(actual, tuple(each.detach() for each in expected))

@@ -18,6 +18,10 @@ _AVERAGES = "nn.BatchNorm with momentum=None in a trace"
 _BatchNorm = private.find(
   "torch.nn.modules.batchnorm._BatchNorm", _AVERAGES, instead=None
 )
+_CLUSTERS = "nn.AdaptiveLogSoftmaxWithLoss in a trace"
+_AdaptiveOutput = private.find(
+  "torch.nn.modules.adaptive._ASMoutput", _CLUSTERS, instead=None
+)
 
 
 def patch_modules(is_traced: Callable[[Any], bool]) -> Callable[[], None]:
@@ -35,6 +39,10 @@ def patch_modules(is_traced: Callable[[Any], bool]) -> Callable[[], None]:
   for cls in filter(None, (_BatchNorm, torch.nn.SyncBatchNorm)):
     forward = _with_traced_averages(cls.forward, is_traced)
     made.append(patch(cls, "forward", forward, _AVERAGES))
+  if _AdaptiveOutput is not None:
+    adaptive = torch.nn.AdaptiveLogSoftmaxWithLoss
+    forward = _with_all_clusters(adaptive.forward, is_traced)
+    made.append(patch(adaptive, "forward", forward, _CLUSTERS))
 
   def undo() -> None:
     for each in made:
@@ -70,3 +78,16 @@ def _with_traced_averages(forward, is_traced):
     return output
 
   return averaged
+
+
+def _with_all_clusters(forward, is_traced):
+  @functools.wraps(forward)
+  def computed(self, input_, target_):
+    if not is_traced(target_):
+      return forward(self, input_, target_)
+    # torch computes the clusters of the targets only, whose number is data.
+    probabilities = self.log_prob(torch.atleast_2d(input_))
+    output = probabilities.gather(1, target_.reshape(-1, 1)).reshape(target_.shape)
+    return _AdaptiveOutput(output, -output.mean())
+
+  return computed
