@@ -187,7 +187,8 @@ def _attention(**options):
 def _encoder(**options):
   options = {"dropout": 0.0, "batch_first": True, **options}
   layer = partial(nn.TransformerEncoderLayer, 4, 2, 8, **options)
-  return lambda: nn.TransformerEncoder(layer(), 1)
+  # The fast path of CPU torch writes zeros to padded positions.
+  return lambda: nn.TransformerEncoder(layer(), 1, enable_nested_tensor=False)
 
 
 def _decoder(**options):
