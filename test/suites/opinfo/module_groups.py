@@ -232,6 +232,7 @@ TRANSFORMERS = [
     *(TOKENS, TOKENS),
     tgt_mask=CAUSAL_FLOATS,
     src_key_padding_mask=PADDING,
+    memory_key_padding_mask=PADDING,
   ),
 ]
 
