@@ -205,6 +205,11 @@ def _product(pattern: str, left, right):
   return jnp.einsum(pattern, left, right, preferred_element_type=wide)
 
 
+def _merged(array):
+  """Make the rows of a group one dimension, (…, key head, row, column)."""
+  return lax.collapse(array, array.ndim - 3, array.ndim - 1)
+
+
 def _slice(array, start, size: int, axis: int = -2):
   return lax.dynamic_slice_in_dim(array, start, size, array.ndim + axis)
 
@@ -335,13 +340,13 @@ def _backward(config: _Config, residuals, grads):
     )
     weights = jnp.exp(scores - lse_rows)
     dropped = _drop(config, weights, column, constants).astype(dtype)
-    new_value = _product("...hgrk,...hgrv->...hkv", dropped, grad_rows)
+    new_value = _product("...rk,...rv->...kv", _merged(dropped), _merged(grad_rows))
     new_value *= constants.survivor_scale
     kept_grad = _product("...hgrv,...hkv->...hgrk", grad_rows, value_block)
     kept_grad = _drop(config, kept_grad, column, constants) * constants.survivor_scale
     scores_grad, new_operands = pull(weights * (kept_grad - mean_rows))
     scores_grad = (scores_grad * constants.scale).astype(dtype)
-    new_key = _product("...hgrk,...hgre->...hke", scores_grad, rows)
+    new_key = _product("...rk,...re->...ke", _merged(scores_grad), _merged(rows))
     new_query = _product("...hgrk,...hke->...hgre", scores_grad, key_block)
     return (
       _replace(query_grad, old_query + new_query, row),
