@@ -126,14 +126,6 @@ DIFFERENCES: tuple[Difference, ...] = (
     message=("Mismatched elements", "setStorage: the sizes"),
   ),
   Difference(
-    ("hash_tensor",),
-    ("forward", "jit", "out"),
-    "torch hashes the bits of float64, which there is not without x64",
-    RuntimeError,
-    (torch.float32, torch.bfloat16),
-    "x64 mode is off",
-  ),
-  Difference(
     ("nn.functional.embedding",),
     GRADIENTS,
     "sparse gradients: torchax holds dense tensors and says so",
