@@ -74,7 +74,7 @@ explicit_x64_dtypes = private.find(
   instead=lambda _: contextlib.nullcontext(),
 )
 
-# (PRNGImpl) -> None: gives an implementation a name for `jax.random.key(impl=)`.
+# (PRNGImpl) -> None: enters an implementation in JAX's table of names.
 _register_prng = private.find(
   "jax._src.random.prng.register_prng",
   'Configuration(prng_impl="torch_philox")',

@@ -23,6 +23,8 @@ REMEDY = (
 )
 INT32, UINT32 = np.iinfo(np.int32), np.iinfo(np.uint32)
 _UINT64 = np.dtype(np.uint64)
+# Types compare much faster than dtypes; each lowering in a trace looks for this one.
+_Uint64 = type(_UINT64)
 _warned: set[torch.dtype] = set()
 # JAX's annotations lack its flags.
 _config: Any = jax.config
@@ -40,7 +42,8 @@ def uint64_kept(values) -> contextlib.AbstractContextManager:
     values: an iterable of arrays, tensors, dtypes and other objects.
   """
   for value in values:
-    if getattr(value, "dtype", value) in (torch.uint64, _UINT64):
+    dtype = getattr(value, "dtype", value)
+    if dtype is torch.uint64 or type(dtype) is _Uint64:
       return jax_compat.explicit_x64_dtypes("allow")
   return contextlib.nullcontext()
 

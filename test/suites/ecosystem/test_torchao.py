@@ -13,7 +13,9 @@ quantization = pytest.importorskip(
   "torchao.quantization", reason="the extra `ecosystem` is not installed"
 )
 
-quant_api = pytest.importorskip("torchao.quantization.quant_api")
+quant_api = pytest.importorskip(
+  "torchao.quantization.quant_api", reason="the ecosystem extra is not installed"
+)
 
 LIBRARY, DISTRIBUTION = "torchao", "torchao"
 LINES = '`torchax.enable_globally()`; `model.to("jax")`'
