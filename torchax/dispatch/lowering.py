@@ -107,7 +107,7 @@ class Lowering:
     args, kwargs = self.flattener.rebuild(static_key, operands)
     self.require_real(args, kwargs)
     if self._may_compute:
-      packed_numbers.require_none(self.name, operands)
+      packed_numbers.require_none(self.name, args, kwargs)
     if example is not None:
       example.require(args, kwargs)
     if self.is_sampler:

@@ -120,9 +120,9 @@ class ArrayFunctionHandler:
       return flattener.rebuild(static_key, arrays)
 
     def on_arrays(*arrays):
-      if self.operator.is_builtin:
-        packed_numbers.require_none(self.name, arrays)
       args, kwargs = arguments(arrays)
+      if self.operator.is_builtin:
+        packed_numbers.require_none(self.name, args, kwargs)
       return self.operator.func(*args, **kwargs, **extra)
 
     def backward(arrays, cotangents):

@@ -21,7 +21,9 @@ def may_compute(name: str) -> bool:
   return name.rpartition(".")[0] not in _ALLOWED
 
 
-def require_none(name: str, arrays) -> None:
-  """Raise NotImplementedError if an operand of an operation has packed numbers."""
-  if any(type(getattr(array, "dtype", None)) is _Packed for array in arrays):
-    raise packed_error(name)
+def require_none(name: str, args, kwargs) -> None:
+  """Raise NotImplementedError if an argument of an operation has packed numbers."""
+  for arg in (*args, *kwargs.values()):
+    for value in arg if isinstance(arg, list | tuple) else (arg,):
+      if type(getattr(value, "dtype", None)) is _Packed:
+        raise packed_error(name)
