@@ -107,6 +107,12 @@ UINT64 = {
   "to floats": lambda d: wide_words(d).float(),
   "view": lambda d: wide_words(d).view(torch.uint32),
   "view back": lambda d: wide_words(d).view(torch.uint32).view(torch.uint64),
+  "view of words": lambda d: (
+    torch.arange(4, dtype=torch.int32).to(d).view(torch.uint64) == wide_words(d)[0]
+  ),
+  "write to a view of words": lambda d: (
+    torch.zeros(2, 4, dtype=torch.int32).to(d).view(torch.uint64).copy_(wide_words(d))
+  ),
   "row": lambda d: wide_words(d)[0],
   "index": lambda d: wide_words(d)[torch.tensor([1, 0], device=d)],
   "stack": lambda d: torch.stack([*wide_words(d)]),

@@ -7,6 +7,7 @@ integers. `mappings.py` calls this when it copies data.
 """
 
 import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -39,13 +40,25 @@ def uint64_kept(values) -> contextlib.AbstractContextManager:
   """Return a context in which JAX computes uint64 in 64 bits if a value has this dtype.
 
   Args:
-    values: an iterable of arrays, tensors, dtypes and other objects.
+    values: arrays, tensors, dtypes and other objects; lists and tuples are looked into.
   """
-  for value in values:
-    dtype = getattr(value, "dtype", value)
-    if dtype is torch.uint64 or type(dtype) is _Uint64:
-      return jax_compat.explicit_x64_dtypes("allow")
+  if is_on() and any(map(_is_uint64, flat(values))):
+    return jax_compat.explicit_x64_dtypes("allow")
   return contextlib.nullcontext()
+
+
+def _is_uint64(value) -> bool:
+  dtype = getattr(value, "dtype", value)
+  return dtype is torch.uint64 or type(dtype) is _Uint64
+
+
+def flat(values: Iterable) -> Iterator:
+  """Yield the elements of nested lists and tuples, faster than `jax.tree.leaves`."""
+  for value in values:
+    if isinstance(value, list | tuple):
+      yield from flat(value)
+    else:
+      yield value
 
 
 def narrow(tensor: torch.Tensor, dtype: np.dtype) -> np.ndarray:

@@ -96,33 +96,34 @@ class Lowering:
     return program
 
   def _run(self, static_key, write, example, is_inline, *operands):
-    with narrowing.uint64_kept((*operands, *static_key)):
-      return self._lower(static_key, write, example, is_inline, *operands)
-
-  def _lower(self, static_key, write, example, is_inline, *operands):
-    if self.is_sampler:
-      rng_key, count, *operands = operands
+    drawn = 2 * self.is_sampler  # key and count
+    draw, operands = operands[:drawn], operands[drawn:]
     if write is not None:
       base, *operands = operands
     args, kwargs = self.flattener.rebuild(static_key, operands)
+    # The views are read: their dtypes may differ from those of the operands.
+    with narrowing.uint64_kept((*args, *kwargs.values(), write)):
+      result = self._lower(args, kwargs, example, is_inline, draw)
+      if write is None:
+        return jax.tree.map(drop_weak_type, result)
+      return _written_base(base, write, result)
+
+  def _lower(self, args, kwargs, example, is_inline, draw):
     self.require_real(args, kwargs)
     if self._may_compute:
       packed_numbers.require_none(self.name, args, kwargs)
     if example is not None:
       example.require(args, kwargs)
-    if self.is_sampler:
+    if draw:
+      rng_key, count = draw
       is_key = not isinstance(rng_key, Words)
       args = [rng_state.fold_in(rng_key, count) if is_key else rng_key, *args]
     if self._formula and is_inline:
       lower = lambda args, kwargs: self._func(*args, **kwargs)  # noqa: E731
-      result = torch_derivatives.with_derivative_of(
+      return torch_derivatives.with_derivative_of(
         self._formula, lower, self.env, args, kwargs
       )
-    else:
-      result = self._func(*args, **kwargs)
-    if write is None:
-      return jax.tree.map(drop_weak_type, result)
-    return _written_base(base, write, result)
+    return self._func(*args, **kwargs)
 
   def require_real(self, args, kwargs) -> None:
     """Raise for complex arguments of an operation on real numbers."""

@@ -4,7 +4,7 @@ Scaled products read the numbers. All other arithmetic raises torch's error, bec
 would compute with the dtype that carries the bytes (`mappings.PACKED`).
 """
 
-from torchax.core import mappings
+from torchax.core import mappings, narrowing
 from torchax.core.error_messages import packed_error
 
 _MOVES = """
@@ -23,7 +23,6 @@ def may_compute(name: str) -> bool:
 
 def require_none(name: str, args, kwargs) -> None:
   """Raise NotImplementedError if an argument of an operation has packed numbers."""
-  for arg in (*args, *kwargs.values()):
-    for value in arg if isinstance(arg, list | tuple) else (arg,):
-      if type(getattr(value, "dtype", None)) is _Packed:
-        raise packed_error(name)
+  for value in narrowing.flat((*args, *kwargs.values())):
+    if type(getattr(value, "dtype", None)) is _Packed:
+      raise packed_error(name)
