@@ -6,7 +6,6 @@ import compile_events
 import pytest
 import torch
 from ops.harness import floats, ints
-from packaging import version
 from torch.nn.attention.flex_attention import (
   AuxRequest,
   BlockMask,
@@ -17,12 +16,13 @@ from torch.nn.attention.flex_attention import (
   or_masks,
 )
 
+from torchax.compat import versions
 from torchax.interop import jax_jit
 from torchax.ops.jaten import _blockwise_attention as blockwise
 
 pytestmark = [
   pytest.mark.skipif(
-    version.parse(torch.__version__) < version.parse("2.13"),
+    versions.is_older(torch.__version__, "2.13"),
     reason="Dynamo before torch 2.13 takes fakes of its own class only in operators",
   ),
   # torch advises to compile its own, unfused function.
