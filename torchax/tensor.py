@@ -23,7 +23,7 @@ from jax.sharding import Sharding
 from torch import Tensor as TorchTensor  # in the class here, `torch` is a method
 
 from torchax.compat import jax_compat, torch_compat
-from torchax.core import active_environments, grad_mode, mappings, narrowing
+from torchax.core import active_environments, grad_mode, mappings
 from torchax.core.chains import WHOLE, Chain, read_chain
 from torchax.core.storage import Payload, Rebindings, Storage
 from torchax.core.storage import active as _active
@@ -213,8 +213,7 @@ class Tensor(ArrayProtocols):
         f"replace_jax expects an array of shape {tuple(self.shape)}, but got "
         f"{tuple(array.shape)}."
       )
-    with narrowing.uint64_kept((self,)):
-      array = jnp.asarray(array, mappings.t2j_dtype(self.dtype))
+    array = mappings.to_dtype(array, self.dtype)
     if self._chain is not WHOLE:
       array = self._chain.write(self._storage.read(), array)
     self._storage.write(array)

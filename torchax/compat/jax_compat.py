@@ -321,7 +321,7 @@ def from_host(values: np.ndarray, sharding: Sharding | None = None) -> jax.Array
   """
   is_wide = values.dtype.itemsize > 4 and not jax.config.jax_enable_x64
   if _put is None or _default_device is None or is_wide or is_guarded():
-    return jax.device_put(keep_uint64(values), sharding)
+    return jax.device_put(with_64_bits(values), sharding)
   is_committed = sharding is not None
   device = next(iter(sharding.device_set)) if is_committed else _default_device()
   aval = jax.core.ShapedArray(values.shape, values.dtype)
@@ -334,11 +334,15 @@ def register_prng(spec) -> None:
   _register_prng(spec._impl)
 
 
-def keep_uint64(values: np.ndarray) -> np.ndarray | jax.Array:
+def with_64_bits(values: np.ndarray) -> np.ndarray | jax.Array:
   """Return uint64 values as a JAX array: without x64 mode JAX would cut their bits."""
   if values.dtype != np.uint64 or jax.config.jax_enable_x64:
     return values
-  words = jax.numpy.asarray(values[..., np.newaxis].view(np.uint32))
+  return join_words(jax.numpy.asarray(values[..., np.newaxis].view(np.uint32)))
+
+
+def join_words(words: jax.Array) -> jax.Array:
+  """Return uint64 (…) of pairs of uint32 words (…, 2), the lower one first."""
   with explicit_x64_dtypes("allow"):
     return jax.lax.bitcast_convert_type(words, np.uint64)
 

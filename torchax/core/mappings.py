@@ -114,6 +114,12 @@ def t2j_dtype(dtype):
   return jax_dtype
 
 
+def to_dtype(array, dtype: torch.dtype) -> jax.Array:
+  """Convert an array to the JAX dtype of a torch dtype; uint64 keeps its 64 bits."""
+  with narrowing.uint64_kept((dtype,)):
+    return jnp.asarray(array, t2j_dtype(dtype))
+
+
 def j2t_dtype(dtype: Any) -> torch.dtype:
   """Return the torch dtype for a JAX (numpy) dtype.
 

@@ -179,7 +179,7 @@ class LazyZeros(Storage):
   def array(self) -> jax.Array:
     shape, dtype, device = _array_slot.__get__(self)
     with jax_compat.outside_of_traces():
-      zeros = jax_compat.keep_uint64(np.zeros(shape, dtype))
+      zeros = jax_compat.with_64_bits(np.zeros(shape, dtype))
       self.array = jax.device_put(zeros, device)
     return self.array
 

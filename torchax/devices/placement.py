@@ -428,7 +428,7 @@ def from_host(values: np.ndarray, sharding: Sharding | None = None) -> jax.Array
   """
   if jax_compat.is_top_level() and jax.sharding.get_abstract_mesh().empty:
     return jax_compat.from_host(values, sharding)
-  return jnp.array(jax_compat.keep_uint64(values))
+  return jnp.array(jax_compat.with_64_bits(values))
 
 
 def constrain(array: jax.Array, sharding: Sharding | None) -> jax.Array:

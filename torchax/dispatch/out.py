@@ -9,7 +9,7 @@ import jax
 import torch
 
 from torchax.compat import torch_compat
-from torchax.core import mappings, narrowing
+from torchax.core import mappings
 from torchax.core.chains import WHOLE
 from torchax.devices import placement
 from torchax.dispatch import torch_checks
@@ -91,8 +91,7 @@ def write_output(name: str, output: torch.Tensor, result: Tensor) -> None:
   array = result.jax()
   require_cast(array.dtype, mappings.t2j_dtype(output.dtype))
   require_writable(output, name)
-  with narrowing.uint64_kept((output,)):
-    array = array.astype(mappings.t2j_dtype(output.dtype))
+  array = mappings.to_dtype(array, output.dtype)
   if output.shape == result.shape:
     if output._chain is WHOLE:
       spread = placement.several_device_sharding(output._storage.array)

@@ -11,7 +11,7 @@ import jax
 import torch
 
 from torchax.compat import jax_compat, torch_compat
-from torchax.core import mappings, narrowing
+from torchax.core import mappings
 from torchax.core.chains import WHOLE
 from torchax.core.error_messages import no_numbers, packed_error
 from torchax.core.storage import LazyZeros
@@ -66,8 +66,7 @@ class CopyPlan:
     is_blank = type(storage) is LazyZeros and target._chain is WHOLE
     if is_blank and source.device.type == "cpu":
       array = self.env.array_of(source, storage.device, dtype)
-      with narrowing.uint64_kept((target,)):
-        storage.write(array.astype(mappings.t2j_dtype(target.dtype)))
+      storage.write(mappings.to_dtype(array, target.dtype))
       return target
     sharding = placement.committed_sharding(storage.array)
     if isinstance(source, Tensor):

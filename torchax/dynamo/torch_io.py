@@ -48,7 +48,7 @@ def as_numpy(tensor: torch.Tensor) -> np.ndarray | jax.Array:
     return mappings.host_array(tensor.float())
   if tensor.dtype in _NARROWED and narrowing.is_on():
     return narrowing.narrow(tensor, mappings.t2j_dtype(tensor.dtype))
-  return jax_compat.keep_uint64(mappings.host_array(tensor))
+  return jax_compat.with_64_bits(mappings.host_array(tensor))
 
 
 class Result:

@@ -78,7 +78,7 @@ def bits(key: jax.Array, number: int, width: int) -> jax.Array:
   if width == 64:
     # The lower half comes first in memory.
     pairs = jnp.flip(words.reshape(*key.shape[:-1], 2 * blocks, 2), -1)
-    return _as_uint64(pairs)[..., :number]
+    return jax_compat.join_words(pairs)[..., :number]
   return words.reshape(*key.shape[:-1], 4 * blocks)[..., :number].astype(f"uint{width}")
 
 
@@ -101,13 +101,13 @@ def words_of(key: jax.Array) -> jax.Array:
 
 def key_of(words: jax.Array) -> jax.Array:
   """Return torch's keys of these words; inverse of `words_of`."""
-  return _as_uint64(words.reshape(*words.shape[:-1], 2, 2))
+  return jax_compat.join_words(words.reshape(*words.shape[:-1], 2, 2))
 
 
 def typed_key(key) -> jax.Array:
   """Return torch's key, uint64 of shape (2,), as a typed key of `torch_philox`."""
   if isinstance(key, np.ndarray):
-    key = jax_compat.keep_uint64(key)
+    key = jax_compat.with_64_bits(key)
   return jax.random.wrap_key_data(words_of(key), impl=NAME)
 
 
@@ -135,11 +135,6 @@ def torch_key(key: jax.Array) -> jax.Array:
       f'with `jax.random.key(seed, impl="{NAME}")`.'
     )
   return key_of(jax.random.key_data(key))
-
-
-def _as_uint64(pairs: jax.Array) -> jax.Array:
-  with jax_compat.explicit_x64_dtypes("allow"):
-    return lax.bitcast_convert_type(pairs, jnp.uint64)
 
 
 def _seed(seed) -> jax.Array:

@@ -38,7 +38,7 @@ def _scalar(value, dtype):
   """
   if isinstance(value, int):
     narrowing.check_integer(value, dtype)
-    value = jax_compat.keep_uint64(np.asarray(value).astype(dtype))
+    value = jax_compat.with_64_bits(np.asarray(value).astype(dtype))
   return cast(jnp.asarray(value), dtype)
 
 
