@@ -36,6 +36,13 @@ TOLERANCE = {
   torch.complex128: (1e-7, 1e-7),
 }
 
+# Ways to run a function of tensors.
+WAYS = {
+  "eager": lambda f: f,
+  "jit": jax_jit,
+  "compile": lambda f: torch.compile(f, backend="jax", fullgraph=True),
+}
+
 
 @dataclasses.dataclass
 class Case:

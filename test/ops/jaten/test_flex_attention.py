@@ -5,7 +5,7 @@ import functools
 import compile_events
 import pytest
 import torch
-from ops.harness import floats, ints
+from ops.harness import WAYS, floats, ints
 from torch.nn.attention.flex_attention import (
   AuxRequest,
   BlockMask,
@@ -107,13 +107,6 @@ def gradients(results, leaves):
   output, logsumexp = results
   total = output.sin().sum() + logsumexp.nan_to_num(neginf=0).cos().sum()
   return torch.autograd.grad(total, leaves, allow_unused=True)
-
-
-WAYS = {
-  "eager": lambda f: f,
-  "jit": jax_jit,
-  "compile": lambda f: torch.compile(f, backend="jax", fullgraph=True),
-}
 
 
 @pytest.mark.parametrize(

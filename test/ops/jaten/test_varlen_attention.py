@@ -6,9 +6,8 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from ops.harness import floats
+from ops.harness import WAYS, floats
 
-from torchax.interop import jax_jit
 from torchax.ops.jaten import _blockwise_attention as blockwise
 
 varlen = pytest.importorskip(
@@ -68,13 +67,6 @@ def with_block(monkeypatch, block):
   monkeypatch.setattr(blockwise, "BLOCK", block)
   features = 8 if block == 512 else 6
   return [t[..., :features] for t in (QUERY, KEY, VALUE)]
-
-
-WAYS = {
-  "eager": lambda f: f,
-  "jit": jax_jit,
-  "compile": lambda f: torch.compile(f, backend="jax", fullgraph=True),
-}
 
 
 @pytest.mark.parametrize(
