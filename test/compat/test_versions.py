@@ -14,6 +14,7 @@ import torch
 from packaging.requirements import Requirement
 from source_tree import ROOT
 
+import torchax
 from torchax.compat import versions
 from torchax.errors import UnsupportedVersionError
 
@@ -52,6 +53,28 @@ def test_a_package_without_metadata_is_left_to_its_import():
     raise importlib.metadata.PackageNotFoundError(name)
 
   versions.check(installed)
+
+
+@pytest.mark.parametrize("version", ["0.0.14", "0.0.13", "1.0"])
+def test_google_torchax_is_named_by_a_warning(version):
+  with pytest.warns(
+    UserWarning, match=f"torchax {version} is installed"
+  ):
+    versions.check_origin({"torchax": version}.__getitem__)
+
+
+def test_this_package_and_a_source_tree_give_no_warning(recwarn):
+  def missing(name):
+    raise importlib.metadata.PackageNotFoundError(name)
+
+  versions.check_origin({"torchax": torchax.VERSION}.__getitem__)
+  versions.check_origin(missing)
+  assert not recwarn.list
+
+
+def test_the_version_meets_requirements_on_upstream():
+  for requirement in ("torchax==0.0.14", "torchax>=0.0.13"):
+    assert Requirement(requirement).specifier.contains(torchax.VERSION)
 
 
 def test_lowest_versions_match_setup_py():

@@ -1,4 +1,4 @@
-"""Optional packages: imported on first use, with one error that names the extra.
+"""Optional packages: imported on first use, with one error that names the package.
 
 Integrations such as `torchax.flax` call `load`.
 """
@@ -17,7 +17,7 @@ class Extra(NamedTuple):
   """Package that an extra of torchax installs.
 
   Attributes:
-    name: name of the extra, as in `pip install 'torchax[name]'`.
+    name: name of the extra, as in `pip install '.[name]'`.
     package: name of the package for pip.
     lowest: oldest version that works.
   """
@@ -52,7 +52,8 @@ def load(module: str, user: str) -> ModuleType:
   """
   package = module.partition(".")[0]
   extra = EXTRAS[package]
-  command = f"pip install --upgrade 'torchax[{extra.name}]'"
+  # The package itself: on an index, the name torchax is google/torchax.
+  command = f'pip install "{extra.package}>={extra.lowest}"'
   try:
     importlib.import_module(package)
     loaded = importlib.import_module(module)

@@ -1,7 +1,12 @@
-"""Supported versions of Python, torch, JAX and numpy, checked on import."""
+"""Supported versions of Python, torch, JAX and numpy, checked on import.
+
+A warning says if pip has installed google/torchax, which has the same name.
+"""
 
 import importlib.metadata
+import pathlib
 import re
+import warnings
 from collections.abc import Callable, Mapping
 
 from torchax.errors import UnsupportedVersionError
@@ -82,4 +87,30 @@ def check(
   )
 
 
+def check_origin(
+  installed: Callable[[str], str] = importlib.metadata.version,
+) -> None:
+  """Warn if the installed package "torchax" is google/torchax.
+
+  Then this package is found first on `sys.path`, or in the same folder.
+
+  Args:
+    installed: function from the name of a package to its version.
+  """
+  try:
+    version = installed("torchax")
+  except importlib.metadata.PackageNotFoundError:
+    return  # a source tree on the path
+  if "+rng" in version:
+    return
+  folder = pathlib.Path(__file__).parents[1]
+  warnings.warn(
+    f"torchax {VERSION} is imported from {folder}, but torchax {version} is installed, "
+    "which is google/torchax. Run `pip uninstall torchax`, then `pip install .` in a "
+    "checkout of this project.",
+    stacklevel=2,
+  )
+
+
 check()
+check_origin()

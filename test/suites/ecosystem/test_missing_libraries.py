@@ -12,7 +12,10 @@ pytest.importorskip("accelerate", reason="the extra `ecosystem` is not installed
 
 LIBRARIES = [name for name, extra in extras.EXTRAS.items() if extra.name == "ecosystem"]
 each_library = pytest.mark.parametrize("library", LIBRARIES)
-COMMAND = r"pip install --upgrade 'torchax\[ecosystem\]'"
+
+
+def _command(library: str) -> str:
+  return f'pip install "{library}>={extras.EXTRAS[library].lowest}"'
 
 
 def _import_anew(library: str, monkeypatch):
@@ -22,14 +25,14 @@ def _import_anew(library: str, monkeypatch):
 
 
 @each_library
-def test_a_missing_library_names_the_extra(library, monkeypatch):
+def test_a_missing_library_names_its_version(library, monkeypatch):
   # The integration of transformers needs that of accelerate.
   importlib.import_module("torchax.integrations.accelerate")
   for name in [n for n in sys.modules if n.partition(".")[0] == library]:
     monkeypatch.setitem(sys.modules, name, None)
   monkeypatch.setitem(sys.modules, library, None)
   expected = f"integrations.{library} needs {library}, which is not installed.*"
-  with pytest.raises(ImportError, match=expected + COMMAND):
+  with pytest.raises(ImportError, match=expected + _command(library)):
     _import_anew(library, monkeypatch)
 
 
@@ -37,5 +40,5 @@ def test_a_missing_library_names_the_extra(library, monkeypatch):
 def test_an_old_library_names_the_version_that_is_needed(library, monkeypatch):
   monkeypatch.setattr(extras, "_version", lambda package: "0.9.1")
   expected = "or newer, but 0.9.1 is installed.*"
-  with pytest.raises(UnsupportedVersionError, match=expected + COMMAND):
+  with pytest.raises(UnsupportedVersionError, match=expected + _command(library)):
     _import_anew(library, monkeypatch)

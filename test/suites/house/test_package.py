@@ -187,6 +187,18 @@ def test_torch_is_installed_from_its_cpu_builds_before_torchax(page):
   assert torch_at < text.index("pip install .") < text.index("pip install '.[gpu]'")
 
 
+def test_nothing_installs_torchax_by_name():
+  """A package index has google/torchax by that name."""
+  command = re.compile(r"pip install\b[^\n`]*\btorchax\b")
+  files = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]
+  found = [
+    f"{path.relative_to(ROOT)}: {match.group()}"
+    for path in (*files, *PACKAGE.rglob("*.py"), *ROOT.glob(".github/**/*.yml"))
+    for match in command.finditer(path.read_text(encoding="utf-8"))
+  ]
+  assert not found
+
+
 def test_importing_torchax_starts_no_jax_backend(installed, tmp_path):
   """A backend takes most of a GPU's memory as soon as it starts."""
   code = (
