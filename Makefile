@@ -51,7 +51,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 help:
 	@sed -n '/^#   make/s/^# //p' Makefile
 
-$(STAMP): setup.py pyproject.toml constraints.txt torchax/version.py
+$(STAMP): pyproject.toml constraints.txt torchax/version.py
 	@python="$(PYTHON)"; test -n "$$python" && "$$python" -c '$(IS_RECENT)' || { \
 	  echo "torchax needs Python 3.11 or newer, and '$$python' is not;" \
 	    "name one with: make PYTHON=/path/to/python3" >&2; exit 1; }
@@ -59,10 +59,10 @@ $(STAMP): setup.py pyproject.toml constraints.txt torchax/version.py
 	@# torch by itself first, at its pinned version: nothing else may choose a build.
 	$(PIP) install --quiet --constraint constraints.txt setuptools wheel torch
 	$(PIP) install --quiet --constraint constraints.txt --no-build-isolation \
-	  --editable '.[all]'
+	  --editable '.[dev]'
 	touch $@
 
-# The libraries of the extra that is not in 'all'; torch stays at its pinned version.
+# The libraries of the extra that is not in 'dev'; torch stays at its pinned version.
 ECOSYSTEM := $(VENV)/.ecosystem
 $(ECOSYSTEM): $(STAMP)
 	$(PIP) install --quiet --constraint constraints.txt --no-build-isolation \

@@ -1,12 +1,16 @@
-"""Syntax trees of the library, for tests of its structure."""
+"""Metadata and syntax trees of the library, for tests of its structure."""
 
 import ast
 import dataclasses
 import functools
 import pathlib
+import tomllib
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "torchax"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
+  "project"
+]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import pickle
 
 import pytest
-from source_tree import ROOT
+from source_tree import PROJECT, ROOT
 
 from torchax import errors
 from torchax.errors import MixedDeviceError, TracedStateError
@@ -35,8 +35,8 @@ def test_message_ends_with_link_to_its_section(cls):
 
 
 def test_link_points_to_the_package_repository():
-  setup = (ROOT / "setup.py").read_text(encoding="utf-8")
-  assert f'URL = "{errors.PAGE.removesuffix("/blob/main/docs/errors.md")}"' in setup
+  source = PROJECT["urls"]["Source"]
+  assert f"{source}/blob/main/docs/errors.md" == errors.PAGE
 
 
 def test_exception_of_another_module_links_to_its_base():

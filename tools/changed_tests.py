@@ -28,7 +28,7 @@ OF_OTHER_FILES = {
   "docs/": "test/suites/house/test_docs.py",
   "README.md": "test/suites/house/test_docs.py",
   "examples/": "test/suites/house/test_examples.py",
-  "setup.py": "test/suites/house/test_package.py",
+  "pyproject.toml": "test/suites/house/test_package.py",
 }
 # Folders that imports search, in this order (see `pythonpath` in pyproject.toml).
 IMPORT_FOLDERS = ("test", "test/suites", "")

@@ -4,7 +4,6 @@ import importlib.metadata
 import os
 import pathlib
 import platform
-import re
 import subprocess
 import sys
 
@@ -12,7 +11,7 @@ import jax
 import pytest
 import torch
 from packaging.requirements import Requirement
-from source_tree import ROOT
+from source_tree import PROJECT, ROOT
 
 import torchax
 from torchax.compat import versions
@@ -57,9 +56,7 @@ def test_a_package_without_metadata_is_left_to_its_import():
 
 @pytest.mark.parametrize("version", ["0.0.14", "0.0.13", "1.0"])
 def test_google_torchax_is_named_by_a_warning(version):
-  with pytest.warns(
-    UserWarning, match=f"torchax {version} is installed"
-  ):
+  with pytest.warns(UserWarning, match=f"torchax {version} is installed"):
     versions.check_origin({"torchax": version}.__getitem__)
 
 
@@ -77,10 +74,8 @@ def test_the_version_meets_requirements_on_upstream():
     assert Requirement(requirement).specifier.contains(torchax.VERSION)
 
 
-def test_lowest_versions_match_setup_py():
-  text = (ROOT / "setup.py").read_text(encoding="utf-8")
-  (block,) = re.findall(r"^REQUIRES = \[(.*?)^\]", text, re.MULTILINE | re.DOTALL)
-  required = [Requirement(line) for line in re.findall(r'"([^"]+)"', block)]
+def test_lowest_versions_match_the_requirements():
+  required = map(Requirement, PROJECT["dependencies"])
   bounds = {r.name: str(r.specifier).removeprefix(">=") for r in required}
   assert versions.LOWEST.items() <= bounds.items()
 

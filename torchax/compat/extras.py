@@ -27,7 +27,7 @@ class Extra(NamedTuple):
   lowest: str
 
 
-# Keys are the imported names. A test compares the rows with setup.py.
+# Keys are the imported names. A test compares the rows with pyproject.toml.
 EXTRAS = {
   "accelerate": Extra("ecosystem", "accelerate", "1.6"),
   "etils": Extra("checkpoint", "orbax-checkpoint", "0.12"),  # a dependency of orbax

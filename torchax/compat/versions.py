@@ -13,7 +13,7 @@ from torchax.errors import UnsupportedVersionError
 from torchax.version import VERSION
 
 LOWEST = {"torch": "2.11", "jax": "0.10.0", "jaxlib": "0.10.0", "numpy": "2.0"}
-"""Lowest supported version of each package, as in setup.py."""
+"""Lowest supported version of each package, as in pyproject.toml."""
 
 TESTED = {
   "torch": ("2.11", "2.15"),

@@ -16,11 +16,11 @@ import pytest
 import yaml
 from packaging.metadata import Metadata
 from packaging.requirements import Requirement
-from source_tree import PACKAGE, ROOT
+from source_tree import PACKAGE, PROJECT, ROOT
 
 pytestmark = pytest.mark.programs
 
-BUILD_INPUTS = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in")
+BUILD_INPUTS = {"setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"}
 
 
 def _run(*command, cwd, **environment) -> str:
@@ -38,13 +38,10 @@ def _run(*command, cwd, **environment) -> str:
 
 
 def _copied(source: pathlib.Path) -> pathlib.Path:
-  """Copy the files that a build needs, without leftovers of other builds."""
-  for name in BUILD_INPUTS:
-    shutil.copy(ROOT / name, source)
-  shutil.copytree(
-    PACKAGE, source / "torchax", ignore=shutil.ignore_patterns("__pycache__")
-  )
-  return source
+  """Copy the tree without environments and leftovers of other builds."""
+  left_out = (".*", "__pycache__", "*.egg-info", "build", "dist", "output", "site")
+  ignored = shutil.ignore_patterns(*left_out)
+  return shutil.copytree(ROOT, source, ignore=ignored, dirs_exist_ok=True)
 
 
 @pytest.fixture(scope="module")
@@ -129,27 +126,20 @@ def _metadata(built) -> str:
     return archive.extractfile(f"{folder}/PKG-INFO").read().decode()
 
 
-def _requirements(wheel) -> list[Requirement]:
-  found = re.findall(r"^Requires-Dist: (.*)$", _metadata(wheel), re.MULTILINE)
-  return [Requirement(line) for line in found]
-
-
-def test_this_environment_meets_the_requirements(wheel):
+def test_this_environment_meets_the_requirements():
   unmet = [
     str(requirement)
-    for requirement in _requirements(wheel)
-    if requirement.marker is None
-    and not requirement.specifier.contains(importlib.metadata.version(requirement.name))
+    for requirement in map(Requirement, PROJECT["dependencies"])
+    if not requirement.specifier.contains(importlib.metadata.version(requirement.name))
   ]
   assert not unmet
 
 
-def test_the_lowest_job_installs_the_lower_bounds(wheel):
+def test_the_lowest_job_installs_the_lower_bounds():
   workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
   bounds = [
     f"{requirement.name}=={specifier.version}"
-    for requirement in _requirements(wheel)
-    if requirement.marker is None
+    for requirement in map(Requirement, PROJECT["dependencies"])
     for specifier in requirement.specifier
     if specifier.operator == ">="
   ]
@@ -213,9 +203,11 @@ def test_the_package_is_marked_as_typed(wheel, sdist):
   assert "torchax/py.typed" in _names_in(sdist)
 
 
-def test_sdist_contains_all_inputs_of_the_wheel(sdist):
+def test_sdist_contains_what_a_build_and_the_tests_need(sdist):
   names = _names_in(sdist)
-  assert set(BUILD_INPUTS) <= names
+  assert names >= BUILD_INPUTS | {"Makefile", "constraints.txt", "CONTRIBUTING.md"}
+  tests = {str(path.relative_to(ROOT)) for path in ROOT.glob("test/**/*.py")}
+  assert tests <= names
   packed = {name for name in names if name.startswith("torchax/")}
   source = {str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*.py")}
   assert packed == source | {"torchax/py.typed"}
@@ -234,30 +226,8 @@ def test_the_metadata_is_valid_and_complete(built, request):
   assert "Typing :: Typed" in found.classifiers
 
 
-def test_links_of_the_description_are_absolute(wheel):
-  """A package index shows the README without the files next to it."""
-  description = Metadata.from_email(_metadata(wheel)).description
-  links = re.findall(r"\]\(([^)]+)\)", description)
-  assert links and all(link.startswith("https://") for link in links)
-
-
-def test_links_of_the_description_lead_to_files_of_the_tree(wheel):
-  found = Metadata.from_email(_metadata(wheel))
-  base = f"{found.project_urls['Source']}/blob/main/"
-  links = re.findall(rf"\]\({re.escape(base)}([^)#]+)", found.description)
-  assert links and all((ROOT / link).exists() for link in links)
-
-
-@pytest.mark.parametrize("extra, package", [("gpu", "cuda13"), ("tpu", "tpu")])
-def test_an_accelerator_is_an_extra_that_only_its_users_install(wheel, extra, package):
-  def asked_for(by: str) -> list[Requirement]:
-    environment = {"extra": by}
-    return [
-      requirement
-      for requirement in _requirements(wheel)
-      if requirement.marker and requirement.marker.evaluate(environment)
-    ]
-
-  (requirement,) = asked_for(extra)
-  assert (requirement.name, requirement.extras) == ("jax", {package})
-  assert all(requirement.name != "jax" for requirement in asked_for("all"))
+@pytest.mark.parametrize("name", PROJECT["optional-dependencies"])
+def test_only_the_extra_of_an_accelerator_changes_jax(name):
+  requirements = map(Requirement, PROJECT["optional-dependencies"][name])
+  assert any(r.name == "jax" for r in requirements) == (name in ("gpu", "tpu"))
+  assert not any({"gpu", "tpu"} & r.extras for r in requirements)
