@@ -51,6 +51,15 @@ def test_attention_accepts_four_values():
   assert config.attention == "blockwise"
 
 
+def test_unknown_switch_names_the_nearest_one():
+  config = Configuration()
+  with pytest.raises(AttributeError, match="Did you mean 'check_indices'?"):
+    config.check_index = True
+  with pytest.raises(AttributeError, match="no switch 'zzz'. Look it up"):
+    config.zzz = True
+  assert config == Configuration()
+
+
 def test_every_switch_is_documented():
   for name in DEFAULTS:
     assert f"  {name}: " in Configuration.__doc__

@@ -1,6 +1,7 @@
 """Switches of an `Environment`."""
 
 import dataclasses
+import difflib
 import os
 
 CHECK_VARIABLE = "TORCHAX_CHECK"
@@ -42,6 +43,7 @@ class Configuration:
       at once; "blockwise": a block of keys at a time, on any device. See Performance.
 
   Raises:
+    AttributeError: there is no switch of this name.
     ValueError: `compilation_cache_size` is not a positive integer, or `attention` is
       not one of the four.
 
@@ -69,6 +71,10 @@ class Configuration:
   attention: str = "auto"
 
   def __setattr__(self, name: str, value) -> None:
+    if name not in type(self).__dataclass_fields__:
+      close = difflib.get_close_matches(name, type(self).__dataclass_fields__, 1)
+      hint = f"Did you mean {close[0]!r}?" if close else "Look it up in its docstring."
+      raise AttributeError(f"Configuration has no switch {name!r}. {hint}")
     if name == "compilation_cache_size" and not (type(value) is int and value > 0):
       raise ValueError(
         "compilation_cache_size expects a number of programs, 1 or more, but got "
