@@ -16,10 +16,14 @@ _REPORT = re.compile(r"^(?P<file>.+?):(?P<line>\d+): error: .*\[(?P<code>[\w-]+)
 
 
 @pytest.fixture(scope="module")
-def reports() -> dict[str, set[tuple[int, str]]]:
+def reports(tmp_path_factory) -> dict[str, set[tuple[int, str]]]:
   """Return (line, code) of the checker's errors, by file. One run reads torch once."""
+  readme = tmp_path_factory.mktemp("readme") / "readme.py"
+  text = (ROOT / "README.md").read_text(encoding="utf-8")
+  readme.write_text("".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL)))
+  programs = [*PROGRAMS.glob("*.py"), readme]
   done = subprocess.run(
-    [sys.executable, "-m", "mypy", "--no-error-summary", *PROGRAMS.glob("*.py")],
+    [sys.executable, "-m", "mypy", "--no-error-summary", *programs],
     cwd=ROOT,
     capture_output=True,
     text=True,
@@ -36,8 +40,9 @@ def reports() -> dict[str, set[tuple[int, str]]]:
   return found
 
 
-def test_a_correct_program_has_the_types_that_it_says(reports):
-  assert not reports.get("user_program.py")
+@pytest.mark.parametrize("program", ["user_program.py", "readme.py"])
+def test_a_correct_program_has_the_types_that_it_says(program, reports):
+  assert not reports.get(program)
 
 
 def test_every_mistake_is_reported_where_it_is(reports):
