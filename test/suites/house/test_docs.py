@@ -1,5 +1,6 @@
 """Documentation: its programs run and its site builds."""
 
+import importlib
 import importlib.util
 import os
 import pathlib
@@ -76,6 +77,16 @@ def test_the_site_builds_without_a_warning(tmp_path):
   )
   done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
   assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("module", ["interop", "rng", "train", "export", "distributed"])
+def test_the_reference_lists_the_public_names(module):
+  pages = "".join(page.read_text() for page in ROOT.glob("docs/reference/*.md"))
+  listed = set(re.findall(r"^::: torchax[\w.]*\.(\w+)$", pages, re.MULTILINE))
+  public = set(importlib.import_module(f"torchax.{module}").__all__)
+  left_out = {name for name in public - listed if not name.startswith("_")}
+  # A flag, a module, and JAX's own function.
+  assert left_out <= {"DEBUG", "optimizers", "shard_map"}
 
 
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
