@@ -7,6 +7,7 @@ import jax
 import pytest
 import torch
 import torch.nn.functional as F
+from compile_events import recorded
 from dynamo.counting import CountingBackend
 
 import torchax
@@ -22,6 +23,39 @@ def compiled(function, **options):
 
 def test_backend_is_found_by_name():
   assert "jax" in torch.compiler.list_backends()
+
+
+# Numbers ------------------------------------------------------------------------------
+
+
+def _in_arithmetic(x, n):
+  return x * n + (n + 1), n - x, x / n, x < n, x * (n * 2)
+
+
+@pytest.mark.parametrize(
+  "function, programs",
+  # The first value is a constant of its program, and so is one of 64 bits.
+  [
+    (_in_arithmetic, 3),
+    (lambda x, n: x.roll(n % 5) * n, 5),
+  ],
+)
+def test_integers_in_arithmetic_compile_one_program(function, programs):
+  run = compiled(function)
+  with recorded() as events:
+    for n in (3, 5, 7, -2, 2**40):
+      torch.testing.assert_close(run(X, n), function(X, n))
+  assert len(events) == programs
+
+
+def test_integers_of_gradients_compile_one_program():
+  run = compiled(lambda x, n: (x * n).sum() + (x.long() * n).sum())
+  with recorded() as events:
+    for n in (3, 5, 7, -2):
+      x = X.clone().requires_grad_()
+      run(x, n).backward()
+      assert torch.equal(x.grad, torch.full_like(X, n))
+  assert len(events) == 4  # a forward and a backward program for the first and the rest
 
 
 # Results of functions -----------------------------------------------------------------

@@ -1,10 +1,10 @@
-"""Numbers among the inputs of Dynamo's graphs on jax: operands or constants.
+"""Numbers among the inputs of Dynamo's graphs: operands or constants.
 
 Dynamo passes a float that changes as a 0-d CPU tensor on which the graph calls
 `item()`, and an integer as a symbol. A number that is only used in arithmetic, or as an
 index, becomes an operand: its value does not change the program. Any other use may
-select the computation, so the number is a constant of the program. Used by
-`on_jax.py`.
+select the computation, so the number is a constant of the program. `on_jax.py` takes
+the numbers of graphs on jax, `program.py` those of plain tensors.
 """
 
 import enum
@@ -17,6 +17,7 @@ from torch import fx
 from torchax.compat import torch_compat
 from torchax.functions import indexing
 from torchax.graphs.fx import example, example_tensors, inputs, operation_name
+from torchax.registry.names import aten
 
 
 class Use(enum.Enum):
@@ -83,6 +84,37 @@ SIMPLE_EXPONENTS = frozenset({-2, -1, 0, 1, 2, 3})
 def fits_int32(number) -> bool:
   """Return True for a float, and for an integer that fits in 32 bits."""
   return type(number) is float or -(2**31) <= number < 2**31
+
+
+def is_operand(number: fx.Node, is_input: bool = True) -> bool:
+  """Return True if an integer of a graph of ATen operations may be an operand.
+
+  Then only operations that are exact for integers use it.
+
+  Args:
+    number: the node.
+    is_input: True for an input; the graph may return it.
+  """
+  return bool(number.users) and all(
+    is_input
+    if user.op == "output"
+    else is_operand(user, is_input=False)
+    if user.target in _EXACT
+    else _is_number_of(user, number)
+    for user in number.users
+  )
+
+
+def _is_number_of(user: fx.Node, number: fx.Node) -> bool:
+  """Return True for `aten.mul(tensor, number)` and others, without a third argument."""
+  if user.target not in _ATEN or user.kwargs or len(user.args) != 2:
+    return False
+  tensor, other = user.args
+  value = tensor.meta["val"] if isinstance(tensor, fx.Node) else None
+  is_wide = isinstance(value, torch.Tensor) and (
+    value.is_floating_point() or _is_wide(value)
+  )
+  return is_wide and other is number
 
 
 # Arithmetic ---------------------------------------------------------------------------
@@ -322,6 +354,11 @@ _EXACT = frozenset(
 _COMPARISONS = frozenset(
   {operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne}
   | {"lt", "le", "gt", "ge", "eq", "ne"}
+)
+_ATEN = frozenset(
+  {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}
+  | {aten.rsub.Scalar}
+  | {getattr(aten, name).Scalar for name in ("lt", "le", "gt", "ge", "eq", "ne")}
 )
 _BOUNDS = frozenset({"clamp", "clamp_min", "clamp_max", "masked_fill"})
 _WRITES = frozenset(

@@ -2,8 +2,8 @@
 
 `jax.jit` traces the graph with the lowerings of eager mode, once for each combination
 of shapes. Symbolic sizes are static: another size retraces here, without Dynamo. The
-packed key is an operand; the positions of draws are static. `backend.py` creates
-programs; `torch_io.py` converts their inputs and results.
+packed key and the integers of arithmetic are operands; the positions of draws are
+static. `backend.py` creates programs; `torch_io.py` converts their inputs and results.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 
 from torchax.compat import torch_compat
 from torchax.core import mappings, program_limit
-from torchax.dynamo import draws
+from torchax.dynamo import draws, numbers
 from torchax.dynamo.options import Options
 from torchax.dynamo.torch_io import Outputs, as_numpy, is_number
 from torchax.environment import default_env
@@ -100,6 +100,11 @@ class Program:
     self._is_used = [
       isinstance(meta(node), torch.Tensor) and bool(node.users) for node in self._inputs
     ]
+    self._operands = {
+      position
+      for position, node in enumerate(self._inputs)
+      if isinstance(meta(node), torch.SymInt) and numbers.is_operand(node)
+    }
     self._constants: dict[str, jax.Array] | None = None
     self._jitted = self._jit()
 
@@ -114,8 +119,8 @@ class Program:
       }
 
   def _jit(self) -> Callable:
-    def pure(numbers, form, constants, arrays):
-      return self._trace(numbers, form, constants, arrays)
+    def pure(static, form, constants, arrays):
+      return self._trace(static, form, constants, arrays)
 
     pure.__name__ = self.name
     options = {}
@@ -125,14 +130,15 @@ class Program:
 
   # While tracing --------------------------------------------------------------------
 
-  def _trace(self, numbers, form, constants, arrays):
-    used, remaining = iter(arrays), iter(numbers)
+  def _trace(self, static, form, constants, arrays):
+    used, remaining = iter(arrays), iter(static)
     values: dict[fx.Node, Any] = dict.fromkeys(self._numbers)
     for node, is_used in zip(self._inputs, self._is_used):
       if isinstance(meta(node), torch.Tensor):
         values[node] = next(used) if is_used else None
       else:
-        values[node] = next(remaining)
+        number = next(remaining)
+        values[node] = next(used) if number is None else number
     packed = None if self._rng is None else values[self._inputs[self._rng]]
     stream = None if packed is None else PackedStream(packed, form)
     interpreter = _Interpreter(self.module, constants, stream)
@@ -144,8 +150,9 @@ class Program:
       [values[node] for node in self._outputs.arrays]
     )
     outputs = [_copy_aliased(array, seen) for array in computed]
-    numbers = self._outputs.numbers
-    others = tuple(values[n] if isinstance(n, fx.Node) else n for n in numbers)
+    others = tuple(
+      values[n] if isinstance(n, fx.Node) else n for n in self._outputs.numbers
+    )
     conditions = [condition for condition, _ in interpreter.assertions]
     log = () if stream is None else tuple(stream.log)
     messages = tuple(message for _, message in interpreter.assertions)
@@ -160,26 +167,29 @@ class Program:
     return self._call(args)
 
   def _call(self, args: list) -> list:
-    arrays, numbers = [], []
+    arrays, static = [], []
     for position, value in enumerate(args):
       if isinstance(value, torch.Tensor):
         if self._is_used[position]:
           arrays.append(as_numpy(value))
+      elif position in self._operands and numbers.fits_int32(value):
+        arrays.append(value)
+        static.append(None)
       else:
-        numbers.append(value)
+        static.append(value)
     passed = {position: args[position] for position in self._outputs.passed}
     args.clear()
     if self._constants is None:
       # Converted on the first call: tensors are fake while torch compiles.
       self._constants = self._convert_constants()
-    computed = self._jitted(tuple(numbers), self.keys.form, self._constants, arrays)
-    (outputs, conditions), static = jax.block_until_ready(computed)
-    for condition, message in zip(conditions, static.messages):
+    computed = self._jitted(tuple(static), self.keys.form, self._constants, arrays)
+    (outputs, conditions), results = jax.block_until_ready(computed)
+    for condition, message in zip(conditions, results.messages):
       if not condition:
         raise RuntimeError(message)
-    if static.log:
-      self.keys.log = static.log
-    return self._outputs.assemble(passed, outputs, static.values)
+    if results.log:
+      self.keys.log = results.log
+    return self._outputs.assemble(passed, outputs, results.values)
 
 
 class _Interpreter(JaxInterpreter):
