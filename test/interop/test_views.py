@@ -104,6 +104,13 @@ def test_a_torch_function_takes_jax_transformations(transform, x):
   assert_same(interop.torch_view(transform(function)(x.jax())), expected)
 
 
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.vmap])
+def test_a_torch_function_takes_numpy_arrays(transform):
+  function = transform(interop.jax_view(lambda tree: tree["a"].size(0) * tree["a"]))
+  expected = A * (3 if transform is not jax.vmap else 4)
+  assert_same(interop.torch_view(function({"a": A.numpy()})), expected)
+
+
 def test_a_torch_function_takes_jax_differentiation(x):
   function = interop.jax_view(lambda a, w: ((a @ w.t()) ** 2).sum())
   value, grads = jax.jit(jax.value_and_grad(function, argnums=(0, 1)))(

@@ -197,6 +197,15 @@ def torch_view_elem(v: JaxValue) -> TorchValue:
   return _torch_view(v)
 
 
+def _view_arguments(tree: Any) -> Any:
+  """Convert a tree as `torch_view` does, and its numpy arrays as `jax.jit` does."""
+
+  def view(t):
+    return _torch_view(jnp.asarray(t) if isinstance(t, np.ndarray) else t)
+
+  return jax.tree.map(view, tree, is_leaf=is_tensor)
+
+
 @overload
 def call_torch(
   torch_func: Callable[..., torch.Tensor], *args: Any, **kwargs: Any
@@ -213,7 +222,7 @@ def call_torch(torch_func, *args, **kwargs):
 
   Args:
     torch_func: function or module of tensors on jax.
-    *args, **kwargs: its arguments, trees of arrays.
+    *args, **kwargs: its arguments, trees of arrays of JAX or numpy.
 
   Returns:
     The result, with arrays for tensors.
@@ -227,13 +236,13 @@ def call_torch(torch_func, *args, **kwargs):
   """
   with env_on():
     if jax_compat.is_top_level():
-      return jax_view(torch_func(*torch_view(args), **torch_view(kwargs)))
+      return jax_view(torch_func(*_view_arguments(args), **_view_arguments(kwargs)))
     # Under a JAX transformation only a `torch.no_grad` inside the function applies, as
     # with `torch.func.grad`; the caller's is ignored.
     name = name_of(torch_func)
     boundary = Boundary(name=name, is_trace=False)
     with boundary.enter(), grad_mode.fresh_grad_mode():
-      out = jax_view(torch_func(*torch_view(args), **torch_view(kwargs)))
+      out = jax_view(torch_func(*_view_arguments(args), **_view_arguments(kwargs)))
   require_no_writes(boundary, name)
   return out
 
