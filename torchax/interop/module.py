@@ -94,7 +94,8 @@ def extract_jax(
     The arrays by qualified name, and a function `(arrays, args=(), kwargs=None, *,
     rng=None)` for any JAX transformation. `rng` is a key, an `RngState` or a seed to
     draw from (`docs/rng.md`); without it a draw inside a transformation raises.
-    The function does not return updates of buffers.
+    The function does not return updates of buffers. A transformation traces the
+    module in its current mode: call `train()` or `eval()` before.
 
   >>> arrays, f = extract_jax(torch.nn.Dropout(0.5))
   >>> x = jax.numpy.ones(3)
