@@ -1,8 +1,9 @@
 """Training of a transformer equals one device, on any number of devices.
 
-`training.py` trains it with data, FSDP, tensor and mixed sharding. Masks are equal bit
-for bit. Losses are equal up to the order of sums: XLA adds partial sums of the devices,
-and one device adds all terms.
+`training.py` trains it with data, FSDP, tensor and mixed sharding, and
+`tools/layout_table.py` with the APIs of torch. Masks are equal bit for bit. Losses are
+equal up to the order of sums: XLA adds partial sums of the devices, and one device adds
+all terms.
 """
 
 import collections
@@ -10,7 +11,9 @@ import json
 
 import pytest
 from distributed import worlds
+from source_tree import ROOT
 
+from tools import tables
 from torchax.processes import Collective
 
 pytestmark = pytest.mark.programs
@@ -130,3 +133,28 @@ def test_in_a_fixed_order_losses_are_equal_bit_for_bit(tmp_path):
   found = _read(worlds.alone(8, worlds.HERE / "fixed_order.py", out), out)
   assert len(set(found["2"])) == len(found["2"]) == 8
   assert found["2"] == found["4"] == found["8"]
+
+
+def _rows(page) -> list[list[str]]:
+  """Return the cells of the table of layouts, without its header."""
+  table = tables.read_table(page.read_text(encoding="utf-8"), "layout_table")
+  return [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+
+
+def test_layouts_of_torch_have_the_losses_of_one_device(tmp_path):
+  """Compare the layouts with one another, and their losses with the docs."""
+  page = tmp_path / "page.md"
+  page.write_text(f"{tables.begin('layout_table')}\n{tables.END}\n")
+  done = worlds.alone(8, "-m", "tools.layout_table", page)
+  assert done.returncode == 0, done.stdout[-4000:]
+  rows, documented = _rows(page), _rows(ROOT / "docs" / "rng-evidence.md")
+  assert [row[:2] for row in rows] == [row[:2] for row in documented]
+  for (name, _, losses, difference, drawn), (*_, expected, _, _) in zip(
+    rows, documented, strict=True
+  ):
+    assert losses == rows[0][2] and float(difference) < ROUNDINGS, name
+    assert drawn == "equal", name
+    # Another processor may round the last digit otherwise.
+    assert [*map(float, losses.split())] == pytest.approx(
+      [*map(float, expected.split())], abs=1.5e-4
+    ), "write the table by: python -m tools.layout_table docs/rng-evidence.md"

@@ -7,6 +7,7 @@ from tools import tables
 
 PAGES = {
   "dieharder_report": "dieharder.md",
+  "layout_table": "rng-evidence.md",
   "library_table": "training-scripts.md",
   "model_table": "models.md",
   "program_table": "training-scripts.md",
