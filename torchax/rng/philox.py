@@ -46,16 +46,19 @@ def encrypt(key, counter) -> tuple[jax.Array, ...]:
   first, second = key
   a, b, c, d = counter
   for _ in range(_ROUNDS):
-    products = [
-      (lax.mulhi(word, jnp.full_like(word, factor)), word * jnp.uint32(factor))
-      for word, factor in zip((a, c), _MULTIPLIERS)
-    ]
-    (high_a, low_a), (high_c, low_c) = products
+    (high_a, low_a), (high_c, low_c) = map(_product, (a, c), _MULTIPLIERS)
     a, b, c, d = high_c ^ b ^ first, low_c, high_a ^ d ^ second, low_a
     first, second = (
       part + jnp.uint32(step) for part, step in zip((first, second), _STEPS)
     )
   return a, b, c, d
+
+
+def _product(word: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
+  """Return the upper and lower word of a product; XLA cannot partition `lax.mulhi`."""
+  with jax_compat.explicit_x64_dtypes("allow"):
+    product = word.astype(jnp.uint64) * np.uint64(factor)
+    return (product >> np.uint64(32)).astype(jnp.uint32), product.astype(jnp.uint32)
 
 
 def bits(key: jax.Array, number: int, width: int) -> jax.Array:
