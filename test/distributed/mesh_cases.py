@@ -2,7 +2,7 @@
 
 Each function of `CASES` is a law; a law with `@for_each_kind` is asserted on a mesh of
 automatic axes and on one of explicit axes. Laws of shardings that results inherit are
-in `following_cases.py`.
+in `following_cases.py`, and those of draws in `draw_cases.py`.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from distributed import following_cases  # noqa: F401  enters its laws
+from distributed import draw_cases, following_cases  # noqa: F401  enter their laws
 from distributed.mesh_parts import (
   ALL,
   CASES,

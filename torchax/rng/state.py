@@ -39,8 +39,8 @@ _REFUSED_IMPLS = {"philox2x32": "its 32-bit keys collide"}
 def check_impl(impl: str) -> str:
   """Return the name of a PRNG implementation if streams may use it.
 
-  Under `rbg` and `unsafe_rbg` a vmapped draw differs from a loop of draws, and
-  `unsafe_rbg` derives keys without a cryptographic hash.
+  Under `rbg` and `unsafe_rbg` a vmapped draw differs from a loop of draws, and draws on
+  a mesh may depend on it. `unsafe_rbg` derives keys without a cryptographic hash.
 
   Raises:
     ValueError: JAX does not have the implementation, or its keys collide.
