@@ -2,14 +2,15 @@
 
 import warnings
 
+import pytest
 import torch
 import torch.nn.functional as F
 from distributed.mesh_parts import case, mesh_of
-from jax.sharding import AxisType
+from jax.sharding import AxisType, PartitionSpec
 
 import torchax
 from torchax.dispatch import sampling
-from torchax.interop import jax_jit
+from torchax.interop import jax_jit, jax_shard_map
 
 # Not philox4x32: XLA fails to partition `lax.mulhi` in JAX's own implementation.
 GENERATORS = ("threefry2x32", "threefry4x32", "torch_philox", "rbg", "unsafe_rbg")
@@ -56,3 +57,19 @@ def only_rbg_warns_on_a_mesh_and_once():
       messages = [str(warning.message) for warning in caught]
       assert len(messages) == impl.endswith("rbg"), impl
       assert all(f"A stream of {impl} draws on a mesh" in m for m in messages)
+
+
+@case
+def each_shard_draws_from_its_stateless_key():
+  random = pytest.importorskip(
+    "torch.func._random", reason="torch has stateless random numbers since 2.13"
+  )
+  keys = random.split(random.key(7, device="jax"), 8)
+  draw = jax_shard_map(
+    lambda keys: random.uniform(keys[0], (1, 4)),
+    mesh=mesh_of(AxisType.Auto, x=8).jax_mesh,
+    in_specs=PartitionSpec("x"),
+    out_specs=PartitionSpec("x"),
+  )
+  expected = torch.cat([random.uniform(key, (1, 4)) for key in keys])
+  assert torch.equal(draw(keys).cpu(), expected.cpu())

@@ -218,7 +218,7 @@ def _require_array(name, expected, value) -> None:
       f"Argument {name} should be an array of {dtype}{_shape(expected)}, but got "
       f"{type(value).__name__}."
     )
-  if jax.dtypes.canonicalize_dtype(value.dtype) != dtype:
+  if dtype not in (value.dtype, jax.dtypes.canonicalize_dtype(value.dtype)):
     raise TypeError(
       f"The exported program expects argument {name} of {dtype}, "
       f"but got {value.dtype}. Convert it with `.astype`."

@@ -8,8 +8,18 @@ import jax
 import numpy as np
 import pytest
 import torch
+from jax.sharding import PartitionSpec
+from torch._higher_order_ops.scan import scan as torch_scan
 
-from torchax.interop import jax_jit, jax_view
+from torchax.export import exported_program_to_jax
+from torchax.interop import (
+  jax_jit,
+  jax_shard_map,
+  jax_view,
+  jax_vmap,
+  scan,
+  torch_view,
+)
 
 random = pytest.importorskip(
   "torch.func._random", reason="torch has stateless random numbers since 2.13"
@@ -139,11 +149,82 @@ def test_compiled_draws_are_the_eager_ones(transform):
     assert torch.equal(compiled, eager)
 
 
-def test_a_vmap_of_jax_draws_from_each_key():
+def draw_four(key):
+  return random.uniform(key, 4)
+
+
+def map_shards(function):
+  mesh, keys = jax.make_mesh((1,), ("keys",)), PartitionSpec("keys")
+  return jax_shard_map(jax_vmap(function), mesh=mesh, in_specs=keys, out_specs=keys)
+
+
+MAPS = {
+  "jax.vmap": lambda f: torch_view(jax.vmap(jax_view(f))),
+  "jax_vmap": jax_vmap,
+  "jax_shard_map": map_shards,
+  "scan": lambda f: lambda keys: scan(lambda _, key: (_, f(key)), None, keys)[1],
+  "torch": lambda f: (
+    lambda keys: torch_scan(
+      lambda total, key: (total + 1, f(key)), torch.zeros(1, device="jax"), keys
+    )[1]
+  ),
+}
+
+
+@pytest.mark.parametrize("maps", MAPS.values(), ids=MAPS)
+def test_maps_over_keys_draw_from_each_key(maps):
   keys = random.split(key(), 3)
-  draw = jax_view(lambda key: random.uniform(key, 4))
-  rows = [random.uniform(one, 4).tolist() for one in keys]
-  assert jax.vmap(draw)(keys.jax()).tolist() == rows
+  expected = torch.stack([draw_four(one) for one in keys])
+  assert torch.equal(maps(draw_four)(keys), expected)
+
+
+@pytest.mark.skipif(hasattr(random, "randint"), reason="torch 2.15 may map over keys")
+@pytest.mark.parametrize("device", ["cpu", "jax"])
+def test_torch_refuses_a_vmap_over_keys(device):
+  """Its batching rule for operations in place refuses keys that it maps over."""
+  keys = key(device).expand(3, 2)
+  with pytest.raises(RuntimeError, match="vmap: aten::_philox_uniform_"):
+    torch.func.vmap(draw_four)(keys)
+
+
+def test_a_key_is_the_carry_of_a_scan():
+  def split_and_draw(key, _):
+    key, child = random.split(key)
+    return key, draw_four(child)
+
+  scanned, rows, current = scan(split_and_draw, key(), length=3), [], key()
+  for _ in range(3):
+    current, row = split_and_draw(current, None)
+    rows.append(row)
+  assert torch.equal(scanned[0], current)
+  assert torch.equal(scanned[1], torch.stack(rows))
+
+
+class Draws(torch.nn.Module):
+  """Module that draws from a key."""
+
+  def forward(self, key):
+    first, second = random.split(key)
+    return random.uniform(first, 4), random.normal(second, 4)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_an_exported_program_draws_from_its_key(compiles):
+  states, function = exported_program_to_jax(
+    torch.export.export(Draws(), (key("cpu"),))
+  )
+  function = jax.jit(function) if compiles else function
+  found = function(states, (key().jax(),))
+  for have, want in zip(found, Draws()(key()), strict=True):
+    assert np.array_equal(have, want.cpu())
+
+
+@pytest.mark.parametrize("name", ["_philox_uniform", "_philox_normal"])
+def test_out_takes_the_numbers(name):
+  draw, x = getattr(torch.ops.aten, name), torch.zeros(SHAPE, device="jax")
+  expected, out = draw(x, key(), -1.0, 2.0), torch.empty_like(x)
+  assert draw(x, key(), -1.0, 2.0, out=out) is out
+  assert torch.equal(out, expected) and not x.any()
 
 
 def test_a_draw_in_place_writes_to_a_view():
