@@ -71,3 +71,16 @@ def test_rows_of_a_map_draw_other_numbers(env):
     torch.zeros(5, 3, device="jax")
   )
   assert rows.unique().numel() == 15
+
+
+def test_attention_in_blocks_drops_as_plain_attention(env, monkeypatch):
+  query, key, value = torch.randn(3, 1, 2, 5, 4, device="jax").requires_grad_()
+  found = {}
+  for form in ("plain", "blockwise"):
+    monkeypatch.setattr(env.config, "attention", form)
+    env.manual_seed(1)
+    output = F.scaled_dot_product_attention(query, key, value, dropout_p=0.3)
+    gradient = torch.autograd.grad(output.sin().sum(), value, retain_graph=True)
+    found[form] = [output.detach(), *gradient]
+  assert (found["plain"][0] == 0).sum() == (found["blockwise"][0] == 0).sum()
+  torch.testing.assert_close(found["blockwise"], found["plain"])

@@ -21,7 +21,7 @@ from torchax.ops.jaten import _attention_choice as choice
 from torchax.ops.jaten import _attention_kernels as kernels
 from torchax.ops.jaten import _blockwise_attention as blockwise
 from torchax.ops.jaten import attention
-from torchax.rng import threefry, uniform
+from torchax.rng import positions, uniform
 from torchax.tensor import Tensor
 
 # Draws the bits of a dropout mask that blockwise attention computes part by part.
@@ -127,7 +127,7 @@ def form_of(
     mask_dtype="" if mask is None else mappings.t2j_dtype(mask[1]).name,
     has_dropout=dropout_p > 0,
     has_positions=steps is not None
-    and threefry.is_addressable(env.rng.state.key, size),
+    and positions.is_addressable(env.rng.state.key, size),
     is_causal=is_causal,
     enable_gqa=enable_gqa,
   )
@@ -171,5 +171,6 @@ def _blockwise(env, query, key, value, attn_mask, dropout_p, is_causal, scale):
     survivor_scale=attention.scale_of_survivors(dropout_p),
     is_causal=is_causal,
     scale=scale,
+    prng_impl=env.rng.state.impl,
     numbers=("high", "low", "scale", "survivor_scale"),
   )

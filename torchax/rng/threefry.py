@@ -11,6 +11,7 @@ Source: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2
 
 import functools
 import math
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +23,10 @@ NAME = "threefry2x32"
 # Smallest and largest number of words in a program shared by draws of many sizes.
 MIN_SHARED_WORDS, MAX_SHARED_WORDS = 2**10, 2**20
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+_ROTATIONS_4X32 = (
+  *((10, 26), (11, 21), (13, 27), (23, 5)),
+  *((6, 20), (17, 11), (25, 10), (18, 20)),
+)
 # Parity constant of the key schedule of Threefish (Skein 1.3).
 _PARITY = 0x1BD11BDA
 # Number that `second_words` folds into the key. It serves PRNG implementations that
@@ -129,8 +134,8 @@ def words_at(key_data, indices) -> tuple[jax.Array, jax.Array]:
 def is_addressable(key: jax.Array, shape: tuple[int, ...]) -> bool:
   """Return True if each element of a draw can be computed from its index.
 
-  With threefry2x32 element i depends only on the key and i. So a part of a mask can be
-  drawn alone (`uniform.bernoulli_at`). `shape` is the shape of the whole draw.
+  With threefry2x32 element i depends only on the key and i. `positions.py` has other
+  implementations. `shape` is the shape of the whole draw.
   """
   return (
     str(jax.random.key_impl(key)) == NAME
@@ -141,7 +146,12 @@ def is_addressable(key: jax.Array, shape: tuple[int, ...]) -> bool:
 
 def second_words(key: jax.Array, shape: tuple[int, ...], dtype="uint32") -> jax.Array:
   """Return random words independent of `jax.random.bits(key, shape, dtype)`."""
-  return jax.random.bits(jax.random.fold_in(key, _SECOND_WORDS), shape, dtype)
+  return jax.random.bits(key_of_second_words(key), shape, dtype)
+
+
+def key_of_second_words(key: jax.Array) -> jax.Array:
+  """Return the key of `second_words`."""
+  return jax.random.fold_in(key, _SECOND_WORDS)
 
 
 def _has_short_counter(shape) -> bool:
@@ -190,6 +200,25 @@ def _encrypt(key_data, left, right):
     left = left + schedule[(group + 1) % 3]
     right = right + schedule[(group + 2) % 3] + jnp.uint32(group + 1)
   return left, right
+
+
+def encrypt_4x32(key_data, counter) -> tuple[jax.Array, ...]:
+  """Encrypt a counter of four words by Threefry4x32-20; uint32 arrays of one shape."""
+  schedule = [*key_data]
+  schedule.append(functools.reduce(operator.xor, schedule, jnp.uint32(_PARITY)))
+  a, b, c, d = (word + key for word, key in zip(counter, schedule))
+  for number in range(20):
+    first, second = _ROTATIONS_4X32[number % 8]
+    a, c = a + b, c + d
+    # The words that were mixed with `a` and `c` change places.
+    b, d = c ^ _rotate(d, second), a ^ _rotate(b, first)
+    if number % 4 == 3:
+      group = number // 4 + 1
+      a, b, c, d = (
+        word + schedule[(group + index) % 5] for index, word in enumerate((a, b, c, d))
+      )
+      d += jnp.uint32(group)
+  return a, b, c, d
 
 
 def _rotate(word, bits: int):

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from torchax.rng.threefry import second_words, two_words, words_at
+from torchax.rng.positions import words_at
+from torchax.rng.threefry import second_words, two_words
 
 _31_BITS = 0x7FFFFFFF
 
@@ -86,15 +87,16 @@ def is_below_steps(first, second, high, low) -> jax.Array:
   return (first < high) | ((first == high) & (second < low))
 
 
-def bernoulli_at(words, positions, high, low) -> jax.Array:
+def bernoulli_at(impl, words, positions, high, low) -> jax.Array:
   """Compute the elements of `samplers.bernoulli(key, shape, p)` at `positions`; bool.
 
   Args:
+    impl: name of the key's implementation; see `positions.is_addressable`.
     words: `jax.random.key_data(key)`.
     positions: indices into the flattened shape, uint32.
     high, low: `steps_below(p)`, for p < 1.
   """
-  return is_below_steps(*words_at(words, positions), high, low)
+  return is_below_steps(*words_at(impl, words, positions), high, low)
 
 
 def scale_to_integer(key, shape, span, dtype) -> jax.Array:

@@ -24,7 +24,7 @@ from jax import lax
 
 from torchax.compat import jax_compat
 from torchax.ops.promotion import HALVES
-from torchax.rng import uniform
+from torchax.rng import threefry, uniform
 
 BLOCK = 512
 """Keys per block."""
@@ -40,7 +40,8 @@ class _Config:
     keys: number of keys, without the padding of the last block.
     row_block: queries per block and head.
     block: keys per block.
-    drops: apply dropout; needs all rows in one block.
+    prng_impl: PRNG implementation of the dropout mask, "" without dropout. Dropout
+      needs all rows in one block.
     modify: see `modified_attention`; None changes nothing.
   """
 
@@ -49,7 +50,7 @@ class _Config:
   keys: int
   row_block: int
   block: int
-  drops: bool = False
+  prng_impl: str = ""
   modify: Callable | None = None
 
 
@@ -83,6 +84,7 @@ def attention(
   is_causal: bool = False,
   scale: float | jax.Array | None = None,
   block: int = BLOCK,
+  prng_impl: str = threefry.NAME,
 ) -> jax.Array:
   """Compute `attention.scaled_dot_product_attention` in blocks of keys.
 
@@ -97,6 +99,7 @@ def attention(
     is_causal: position i attends to the keys 0 … i.
     scale: factor of the scores; by default 1 / sqrt(e).
     block: keys per block.
+    prng_impl: PRNG implementation of that key.
 
   Returns:
     (…, heads, l, v) in the dtype of `query`.
@@ -104,9 +107,8 @@ def attention(
   arrays = [a for a in (query, key, value, attn_mask, words) if a is not None]
   query, key, value, *_ = jax_compat.match_varying_axes(*arrays)
   rows, keys = query.shape[-2], key.shape[-2]
-  config = _Config(
-    is_causal, rows, keys, rows, min(block, keys), drops=words is not None
-  )
+  prng_impl = "" if words is None else prng_impl
+  config = _Config(is_causal, rows, keys, rows, min(block, keys), prng_impl)
   if attn_mask is not None:
     attn_mask = lax.broadcast_to_rank(attn_mask, query.ndim)
     if attn_mask.shape[-1] == keys:
@@ -248,13 +250,14 @@ def _modify(config: _Config, scores, row, column, operands, constants: _Constant
 
 def _drop(config: _Config, weights, column, constants: _Constants):
   """Zero the weights that dropout removes; the caller scales the others."""
-  if not config.drops:
+  if not config.prng_impl:
     return weights
   rows = lax.iota(jnp.uint32, math.prod(weights.shape[:-1]))
   rows = rows.reshape(*weights.shape[:-1], 1)
   columns = column.astype(jnp.uint32) + lax.iota(jnp.uint32, config.block)
   positions = rows * jnp.uint32(config.keys) + columns
-  keep = uniform.bernoulli_at(constants.words, positions, constants.high, constants.low)
+  steps = constants.high, constants.low
+  keep = uniform.bernoulli_at(config.prng_impl, constants.words, positions, *steps)
   return jnp.where(keep, weights, 0)
 
 
