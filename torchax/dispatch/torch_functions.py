@@ -35,7 +35,7 @@ def _has_jax_tensor(args, kwargs) -> bool:
   return False
 
 
-def _is_for_torch(args, kwargs) -> bool:
+def is_for_torch(args, kwargs) -> bool:
   """Return True if torch must decompose the function.
 
   torch does so without jax tensors, inside a transform of `torch.func`, and under
@@ -71,7 +71,7 @@ class ArrayFunctionHandler:
     self._number_programs: NumberPrograms[autograd.ArrayFunction] = NumberPrograms()
 
   def __call__(self, args, kwargs):
-    if _is_for_torch(args, kwargs):
+    if is_for_torch(args, kwargs):
       return self.func(*args, **kwargs)
     if kwargs.get("out") is not None:
       return _call_with_out(self.name, lambda *a, **k: self(a, k), args, kwargs)
@@ -169,7 +169,7 @@ class AutocastHandler:
 
   def __call__(self, args, kwargs):
     dtype = amp.dtype_in_force()
-    if dtype is None or _is_for_torch(args, kwargs):
+    if dtype is None or is_for_torch(args, kwargs):
       return self.handler(args, kwargs)
     policy = amp.policy_of_function(self.func)
     with torch_compat.without_autocast():
@@ -197,7 +197,7 @@ class TensorFunctionHandler:
     self.env = env
 
   def __call__(self, args, kwargs):
-    if _is_for_torch(args, kwargs):
+    if is_for_torch(args, kwargs):
       return self.func(*args, **kwargs)
     if self.operator.needs_env:
       kwargs = {**kwargs, "env": self.env}

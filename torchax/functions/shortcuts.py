@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from torchax.compat import torch_compat
-from torchax.dispatch.torch_functions import WithoutOut
+from torchax.dispatch.torch_functions import WithoutOut, is_for_torch
 from torchax.registry.names import aten
 from torchax.tensor import Tensor
 from torchax.view import View
@@ -76,7 +76,8 @@ class MatmulShortcut(Shortcut):
   """
 
   def _run_torch(self, args, kwargs):
-    if not kwargs and len(args) == 2 and self._has_batch_dims(*args):
+    is_usual = not kwargs and len(args) == 2 and self._has_batch_dims(*args)
+    if is_usual and not is_for_torch(args, kwargs):
       return self.env.functions.call(jnp.matmul, *args)
     return WithoutOut(self.func)(args, kwargs)
 

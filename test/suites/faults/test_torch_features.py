@@ -154,7 +154,18 @@ class Attention(nn.Module):
     return nn.functional.scaled_dot_product_attention(x, x, x)
 
 
-FLOPS = {"linear": _model, "attention": Attention}
+class Scores(nn.Linear):
+  """Linear layer, and the products of its output in a stack of two batch dimensions."""
+
+  def __init__(self):
+    super().__init__(4, 4)
+
+  def forward(self, x):
+    x = super().forward(x)[None, None]
+    return x @ x.mT
+
+
+FLOPS = {"linear": _model, "attention": Attention, "stack": Scores}
 
 
 @pytest.mark.parametrize("is_on", [True, False])
