@@ -203,6 +203,7 @@ def _compose() -> None:
   torch_compat.move_parameters_in_place(tensor.Tensor, torch_files.OWN)
   torch_compat.place_new_placeholders()
   torch_compat.hold_jagged_parts(tensor.Tensor)
+  torch_compat.zero_padded_positions(tensor.Tensor)
   torch_files.register(tensor.Tensor, _means_jax)
   untyped_storage.register()
   safetensors.register(_means_jax)

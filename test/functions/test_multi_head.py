@@ -247,23 +247,3 @@ def test_requested_form_runs_scaled_dot_product_attention(wish, monkeypatch):
     torch.manual_seed(3)
     torch.testing.assert_close(found, module(x, x, x, need_weights=False)[0])
   assert bool(taken) == (wish == "blockwise")
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("compiles", [False, True])
-def test_encoder_in_eval_mode_takes_a_padding_mask(compiles):
-  torch.manual_seed(0)
-  layer = torch.nn.TransformerEncoderLayer(WIDTH, HEADS, 16, batch_first=True)
-  encoder = torch.nn.TransformerEncoder(layer, 2).eval()
-  x, is_padding = (
-    X.transpose(0, 1),
-    torch.arange(LENGTH) >= torch.tensor([[5], [3], [1]]),
-  )
-  with torch.no_grad():
-    expected = encoder(x, src_key_padding_mask=is_padding)[~is_padding]
-    with torchax.default_env():
-      encoder.to("jax")
-      run = jax_jit(encoder) if compiles else encoder
-      actual = run(x.to("jax"), src_key_padding_mask=is_padding.to("jax")).cpu()
-  # CPU torch computes a nested tensor, and gives zeros at the padding.
-  torch.testing.assert_close(actual[~is_padding], expected)

@@ -8,6 +8,7 @@ of torch that lack it.
 from torchax.compat.torch_compat.accelerator import *
 from torchax.compat.torch_compat.device_backend import *
 from torchax.compat.torch_compat.distributed import *
+from torchax.compat.torch_compat.encoders import *
 from torchax.compat.torch_compat.files import *
 from torchax.compat.torch_compat.functions import *
 from torchax.compat.torch_compat.graphs import *
