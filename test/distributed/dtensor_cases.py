@@ -21,6 +21,7 @@ import torch.distributed.tensor as factories
 
 # After torch.distributed: a program may have imported its functions before torchax.
 from distributed import (  # noqa: F401  enter their laws
+  context_parallel_cases,
   device_mesh_cases,
   fsdp_cases,
   state_cases,

@@ -16,6 +16,7 @@ if torch.distributed.is_available():
   from torch.distributed.device_mesh import DeviceMesh
 
   from torchax.distributed import (
+    context_parallel,
     data_parallel,
     dtensor,
     fsdp,
@@ -50,6 +51,7 @@ def _make_mesh(original, self, device_type, mesh=None, **kwargs) -> None:
   """Make a mesh; the first one on jax registers the functions that take a mesh."""
   if device_type == meshes.DEVICE:
     dtensor.register()
+    context_parallel.register()
     fsdp.register()
     module_placement.register_states()
   meshes.make(original, self, device_type, mesh, **kwargs)

@@ -41,6 +41,12 @@ _distribute_tensors = private.Later(
   "state dicts that the first process has, for models on a mesh on jax",
   instead=None,
 )
+_EXPERIMENTAL = "torch.distributed.tensor.experimental"
+_unshard = private.Later(
+  f"{_EXPERIMENTAL}._attention.context_parallel_unshard",
+  "context_parallel_unshard of tensors on a mesh on jax",
+  instead=None,
+)
 
 
 def _trampoline(*args, _route, **kwargs):
@@ -236,6 +242,18 @@ def enter_full_states(instead: Callable) -> None:
   function = _distribute_tensors()
   if function is not None:
     reroute(function, instead)
+
+
+def enter_context_parallel(block: Callable, unshard: Callable) -> None:
+  """Make `context_parallel` and `context_parallel_unshard` run functions of ours.
+
+  Args:
+    block: (original, mesh, …) -> the generator of the context.
+    unshard: (original, mesh, buffers, seq_dims, load_balancer) -> the buffers.
+  """
+  reroute(function_of(f"{_EXPERIMENTAL}.context_parallel"), block)
+  if _unshard() is not None:
+    reroute(_unshard(), unshard)
 
 
 def enter_staging(instead: Callable) -> None:
