@@ -2,7 +2,8 @@
 
 Queries, keys and values are sharded along the sequence. In each turn a device attends
 with its queries to its current block of keys and values and sends the block to its
-neighbour. The softmax is accumulated block by block. After eight turns every query has
+neighbour. The softmax is accumulated block by block, without the blocks that a causal
+mask hides. After eight turns every query has
 met every key, and no device has held more than two blocks. The backward pass goes round
 the ring once more. Without accelerators, JAX splits the CPU into eight devices.
 
@@ -29,7 +30,7 @@ from jax.sharding import AxisType, PartitionSpec
 from torch import nn
 
 import torchax
-from torchax.interop import call_jax, jax_jit, jax_shard_map, scan
+from torchax.interop import call_jax, cond, jax_jit, jax_shard_map, scan
 from torchax.mesh_util import Mesh
 from torchax.processes import collectives as collectives_of
 
@@ -49,6 +50,14 @@ def send_to_next(block: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
 def sending_turns() -> torch.Tensor:
   """Return the turns that send blocks on: all except the last."""
   return torch.arange(DEVICES - 1, device="jax")
+
+
+def unless_hidden(add_block, is_causal: bool, turn, so_far, block):
+  """Return `add_block(turn, so_far, block)`; `so_far` if the mask hides the block."""
+  if not is_causal:
+    return add_block(turn, so_far, block)
+  add, skip = functools.partial(add_block, turn), lambda so_far, block: so_far
+  return cond(turn <= call_jax(jax.lax.axis_index, RING), add, skip, so_far, block)
 
 
 def attention_scores(query, key, turn, is_causal: bool) -> torch.Tensor:
@@ -72,7 +81,7 @@ class RingAttention(torch.autograd.Function):
 
   @staticmethod
   def forward(ctx, query, key, value, is_causal):
-    def attend_block(so_far, block, turn):
+    def attend_block(turn, so_far, block):
       (peak, total, output), (key, value) = so_far, block
       scores = attention_scores(query, key, turn, is_causal)
       higher = torch.maximum(peak, scores.amax(-1, keepdim=True))
@@ -80,16 +89,17 @@ class RingAttention(torch.autograd.Function):
       total = total * before + weights.sum(-1, keepdim=True)
       return higher, total, output * before + weights @ value
 
+    take_turn = functools.partial(unless_hidden, attend_block, is_causal)
+
     def turn(carry, index):
-      so_far, block = carry
-      return (attend_block(so_far, block, index), send_to_next(block)), None
+      return (take_turn(index, *carry), send_to_next(carry[1])), None
 
     # The first block is the device's own: each row sees at least one key in it, so the
     # peak is finite from then on.
     start = torch.full_like(query[..., :1], -torch.inf)
     start = start, torch.zeros_like(start), torch.zeros_like(query)
     carry, _ = scan(turn, (start, (key, value)), sending_turns())
-    peak, total, output = attend_block(*carry, DEVICES - 1)
+    peak, total, output = take_turn(DEVICES - 1, *carry)
     output = output / total
     ctx.is_causal = is_causal
     ctx.save_for_backward(query, key, value, output, peak + total.log())
@@ -101,22 +111,25 @@ class RingAttention(torch.autograd.Function):
     scale = query.shape[-1] ** -0.5
     mean = (grad * output).sum(-1, keepdim=True)
 
-    def accumulate(so_far, grad_block, block, turn):
-      (grad_key, grad_value), (key, value) = grad_block, block
+    def add_gradients(turn, so_far, block):
+      (grad_query, (grad_key, grad_value)), (key, value) = so_far, block
       weights = torch.exp(attention_scores(query, key, turn, ctx.is_causal) - log_total)
       grad_scores = weights * (grad @ value.mT - mean) * scale
       grad_block = grad_key + grad_scores.mT @ query, grad_value + weights.mT @ grad
-      return so_far + grad_scores @ key, grad_block
+      return grad_query + grad_scores @ key, grad_block
+
+    take_turn = functools.partial(unless_hidden, add_gradients, ctx.is_causal)
 
     def turn(carry, index):
-      so_far, grad_block = accumulate(*carry, index)
-      return (so_far, send_to_next(grad_block), send_to_next(carry[2])), None
+      grad_query, grad_block = take_turn(index, *carry)
+      block = send_to_next(carry[1])
+      return ((grad_query, send_to_next(grad_block)), block), None
 
     # The gradients of a block travel with it; one more turn returns them to the device
     # that owns the block.
     zeros = torch.zeros_like(query), (torch.zeros_like(key), torch.zeros_like(value))
-    carry, _ = scan(turn, (*zeros, (key, value)), sending_turns())
-    grad_query, grad_block = accumulate(*carry, DEVICES - 1)
+    carry, _ = scan(turn, (zeros, (key, value)), sending_turns())
+    grad_query, grad_block = take_turn(DEVICES - 1, *carry)
     return grad_query, *send_to_next(grad_block), None
 
 
