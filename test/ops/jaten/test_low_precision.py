@@ -262,6 +262,59 @@ def test_scaled_groups_equal_products_of_each_group(name):
   assert torch.equal(recipes.cpu(), expected.to(bf16))
 
 
+# Tiles of 128 rows and of 128 inner numbers: whole ones, parts, and a group of none.
+BLOCK_ENDS = torch.tensor([32, 192, 192, 352], dtype=torch.int32)
+SIZES = [32, 160, 0, 160]
+LONG, THICK = float8(352, 160), float8(4, 40, 160, seed=1)
+TURNED = [part.T for part in LONG.split(SIZES)]
+# Operands, and the groups of both as (rows, inner).
+BLOCK_GROUPS = {
+  "rows": (LONG, THICK.mT, LONG.split(SIZES), THICK),
+  "inner": (LONG.T, LONG[:, :40], TURNED, [part[:40] for part in TURNED]),
+}
+
+
+def in_blocks(groups, seed):
+  """Return groups times random scales of blocks of 32, and a row of tiles for each."""
+  scales = [
+    powers(len(part), -(-part.shape[1] // 32), seed=seed + i)
+    for i, part in enumerate(groups)
+  ]
+  scaled = [
+    part.double() * expand(scale, 32, part.shape[1])
+    for part, scale in zip(groups, scales, strict=True)
+  ]
+  return scaled, [swizzle(scale, torch.float32) for scale in scales]
+
+
+@pytest.mark.parametrize("name", BLOCK_GROUPS)
+def test_groups_scaled_in_blocks_equal_products_of_each_group(name):
+  left, right, *groups = BLOCK_GROUPS[name]
+  (a, tiles_a), (b, tiles_b) = in_blocks(groups[0], 0), in_blocks(groups[1], 4)
+  products = [x @ y.T for x, y in zip(a, b, strict=True)]
+  expected = torch.cat(products) if name == "rows" else torch.stack(products)
+  join = torch.stack if name == "rows" else torch.cat
+  scales = [
+    tiles.to(torch.float8_e8m0fnu) for tiles in (torch.cat(tiles_a), join(tiles_b))
+  ]
+
+  @jax_jit
+  def run(left, right, scale_left, scale_right, ends):
+    plain = torch._scaled_grouped_mm(left, right, scale_left, scale_right, ends)
+    order = Swizzle.SWIZZLE_32_4_4
+    recipes = F.scaled_grouped_mm(
+      *(left, right, scale_left, MX, scale_right, MX, order, order),
+      offs=ends,
+      output_dtype=torch.float32,
+    )
+    return plain, recipes
+
+  with torchax.default_env():
+    plain, recipes = run(*(t.to("jax") for t in (left, right, *scales, BLOCK_ENDS)))
+  assert torch.equal(plain.cpu(), expected.to(bf16))
+  assert torch.equal(recipes.cpu(), expected.float())
+
+
 # Errors -------------------------------------------------------------------------------
 
 REFUSED = {
@@ -306,6 +359,25 @@ REFUSED = {
     torch._scaled_grouped_mm,
     (TOKENS, EXPERTS, powers(7), powers(4, 32), ENDS),
     r"scale_a .* \[8\]",
+  ),
+  "tiles of groups": (
+    torch._scaled_grouped_mm,
+    (LONG, THICK.mT, *(torch.ones(4, 512).to(torch.float8_e8m0fnu),) * 2, BLOCK_ENDS),
+    r"scale_a with at least 3072 .*\[4, 512\]",
+  ),
+  "blocks of a stack": (
+    torch._scaled_grouped_mm,
+    (
+      *(EXPERTS.mT, COLUMNS),
+      *(torch.ones(4, 512).to(torch.float8_e8m0fnu),) * 2,
+      ENDS,
+    ),
+    "expects a matrix mat_a",
+  ),
+  "recipe of groups": (
+    F.scaled_grouped_mm,
+    (TOKENS, EXPERTS, powers(8), TENSOR, powers(4, 32), TENSOR, None, None, None, ENDS),
+    "recipe RowWise, or BlockWise1x32",
   ),
   "groups without ends": (torch._scaled_grouped_mm, GROUPS["rows"][:4], "offsets"),
 }

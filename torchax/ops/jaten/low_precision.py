@@ -67,15 +67,15 @@ def _fits(recipe: ScalingType, scale, rows: int, inner: int) -> bool:
   return scale.shape == (_ceil_div(rows, 128) if recipe == _SQUARE else rows, blocks)
 
 
-def _without_swizzle(scale, rows: int, blocks: int):
-  """Reorder scales from SWIZZLE_32_4_4 to (rows, blocks).
+def _in_tiles(scale, row, block, across: int, first=0):
+  """Return scales of rows and blocks, stored in the layout SWIZZLE_32_4_4.
 
-  The layout has tiles of 128 rows and 4 blocks. Row `r` of a tile is at
-  `[r % 32, r // 32]`.
+  The layout has tiles of 128 rows and 4 blocks, `across` side by side, from tile
+  `first` on. Row `r` of a tile is at `[r % 32, r // 32]`.
   """
-  tiles = scale.reshape(-1, _ceil_div(blocks, 4), 32, 4, 4)
-  ordered = tiles.transpose(0, 3, 2, 1, 4)
-  return ordered.reshape(128 * tiles.shape[0], -1)[:rows, :blocks]
+  tile = first + row // 128 * across + block // 4
+  within = row % 32 * 16 + row % 128 // 32 * 4 + block % 4
+  return scale.reshape(-1)[tile * 512 + within]
 
 
 def _per_row(recipe: ScalingType, scale, rows: int, inner: int):
@@ -85,7 +85,9 @@ def _per_row(recipe: ScalingType, scale, rows: int, inner: int):
   if recipe == _SQUARE:
     return jnp.repeat(scale, 128, axis=0)[:rows]
   if recipe in _TILED:
-    return _without_swizzle(scale, rows, _ceil_div(inner, _BLOCKS[recipe]))
+    blocks = _ceil_div(inner, _BLOCKS[recipe])
+    row, block = jnp.arange(rows)[:, None], jnp.arange(blocks)
+    return _in_tiles(scale, row, block, _ceil_div(blocks, 4))
   return scale
 
 
@@ -308,6 +310,98 @@ def _require_group_scale(name: str, scale, matrices, rows: int, groups: int) -> 
     )
 
 
+def _of_group(values, offs, index):
+  """Return the values that belong to the groups of some rows or inner indices."""
+  group = jnp.searchsorted(offs, index, side="right")
+  return values[jnp.minimum(group, offs.shape[0] - 1)]
+
+
+def _scale_rows(left, right, scale_left, scale_right, offs):
+  """Return the float32 products of groups, with scales of rows and columns."""
+  rows, columns = left.shape[-2], right.shape[-1]
+  groups = offs.shape[0] if left.ndim == right.ndim == 2 else 1
+  _require_group_scale("scale_a", scale_left, left, rows, groups)
+  _require_group_scale("scale_b", scale_right, right, columns, groups)
+  product = grouped_product(left, right, offs, jnp.float32)
+  if left.ndim == right.ndim:
+    scale_left = scale_left.reshape(-1, rows, 1)
+    scale_right = scale_right.reshape(-1, 1, columns)
+  elif left.ndim == 2:
+    scale_left = scale_left[:, None]
+    scale_right = _of_group(scale_right, offs, jnp.arange(rows))
+  else:
+    scale_left = _of_group(scale_left, offs, jnp.arange(columns)).T
+  return product * scale_left * scale_right
+
+
+def _scale_blocks(left, right, scale_left, scale_right, offs):
+  """Return the float32 products of groups, with e8m0 scales of blocks of 32."""
+  if left.ndim == 3:
+    raise RuntimeError(
+      "_scaled_grouped_mm with scales of blocks expects a matrix mat_a, but got a "
+      "stack. Use scales of rows, or scaled_mm for each group."
+    )
+  is_inner = right.ndim == 2
+  columns = jnp.swapaxes(right, -1, -2)
+  left = _times_blocks("scale_a", left, scale_left, offs, is_inner)
+  columns = _times_blocks("scale_b", columns, scale_right, offs, is_inner)
+  return grouped_product(left, jnp.swapaxes(columns, -1, -2), offs, jnp.float32)
+
+
+def _times_blocks(name: str, matrices, scale, offs, is_inner: bool):
+  """Multiply groups by the scales of their blocks, in bfloat16, which is exact.
+
+  Each group of a matrix has tiles of its own, so their positions depend on `offs`.
+
+  Args:
+    name: name of the scale, for the error.
+    matrices: (rows, inner) with groups of rows or of the inner dimension, or a stack.
+    scale: a row for each matrix of a stack; else the tiles of all groups. Those that
+      are missing count as NaN.
+    offs: end of each group.
+    is_inner: True if the inner dimension is grouped.
+  """
+  rows, inner = matrices.shape[-2:]
+  down, across = _ceil_div(rows, 128), _ceil_div(inner, 128)
+  least = 512 * down * across
+  is_stack = matrices.ndim == 3
+  fits = scale.shape == (len(matrices), least) if is_stack else scale.size >= least
+  if not fits or scale.dtype != _TILED[_32]:
+    expected = f"shape {[len(matrices), least]}" if is_stack else f"at least {least}"
+    raise RuntimeError(
+      f"_scaled_grouped_mm expects {name} with {expected} float8_e8m0fnu numbers in "
+      f"the layout SWIZZLE_32_4_4, but got {_describe(scale)}."
+    )
+  row, block = jnp.arange(rows)[:, None], jnp.arange(_ceil_div(inner, 32))
+  sizes = jnp.diff(offs, prepend=0)
+  start, tiles = offs - sizes, _ceil_div(sizes, 128)
+  before = jnp.cumsum(tiles) - tiles
+  if is_stack:
+    first = jnp.arange(len(matrices))[:, None, None] * down * across
+  elif is_inner:
+    at = 32 * block
+    first, across = _of_group(before, offs, at) * down, _of_group(tiles, offs, at)
+    block = block - _of_group(start, offs, at) // 32
+  else:
+    first = _of_group(before, offs, row) * across
+    row = row - _of_group(start, offs, row)
+  scale = _in_tiles(scale, row, block, across, first).astype(jnp.bfloat16)
+  return matrices.astype(jnp.bfloat16) * jnp.repeat(scale, 32, axis=-1)[..., :inner]
+
+
+def _scaled_groups(multiply, left, right, scale_left, scale_right, offs, bias, dtype):
+  """Return `multiply(left, right, scale_left, scale_right, offs)` in a torch dtype."""
+  if {left.dtype, right.dtype} != {jnp.dtype(jnp.float8_e4m3fn)}:
+    raise RuntimeError(
+      "Expected inputs of E4M3 FP8 type but got mat_a.dtype="
+      f"{mappings.j2t_dtype(left.dtype)} and mat_b.dtype="
+      f"{mappings.j2t_dtype(right.dtype)}."
+    )
+  require_groups(left, right, offs, bias)
+  product = multiply(left, right, scale_left, scale_right, offs)
+  return cast(product, mappings.t2j_dtype(dtype) or jnp.bfloat16)
+
+
 @op(aten._scaled_grouped_mm, meta=False)
 def _aten__scaled_grouped_mm(
   self,
@@ -320,35 +414,12 @@ def _aten__scaled_grouped_mm(
   out_dtype=None,
   use_fast_accum=False,
 ):
-  """Multiply groups of float8 matrices with scales of the rows and columns."""
-  if {self.dtype, mat2.dtype} != {jnp.dtype(jnp.float8_e4m3fn)}:
-    raise RuntimeError(
-      "Expected inputs of E4M3 FP8 type but got mat_a.dtype="
-      f"{mappings.j2t_dtype(self.dtype)} and mat_b.dtype="
-      f"{mappings.j2t_dtype(mat2.dtype)}."
-    )
-  require_groups(self, mat2, offs, bias)
+  """Multiply groups of float8 matrices; the dtype of the scales tells the recipe."""
   if scale_result is not None:
     raise RuntimeError("Scale result tensor provided, but it is not supported yet.")
-  rows, columns = self.shape[-2], mat2.shape[-1]
-  groups = offs.shape[0] if self.ndim == mat2.ndim == 2 else 1
-  _require_group_scale("scale_a", scale_a, self, rows, groups)
-  _require_group_scale("scale_b", scale_b, mat2, columns, groups)
-  product = grouped_product(self, mat2, offs, jnp.float32)
-  if self.ndim == mat2.ndim:
-    scale_a, scale_b = scale_a.reshape(-1, rows, 1), scale_b.reshape(-1, 1, columns)
-  elif self.ndim == 2:
-    scale_a, scale_b = scale_a[:, None], _of_groups(scale_b, offs, rows)
-  else:
-    scale_a, scale_b = _of_groups(scale_a, offs, columns).T, scale_b
-  dtype = jnp.bfloat16 if out_dtype is None else mappings.t2j_dtype(out_dtype)
-  return cast(product * scale_a * scale_b, dtype)
-
-
-def _of_groups(scale, offs, count: int):
-  """Return the row of `scale` that belongs to each of `count` grouped vectors."""
-  group = jnp.searchsorted(offs, jnp.arange(count), side="right")
-  return scale[jnp.minimum(group, offs.shape[0] - 1)]
+  is_in_blocks = {scale_a.dtype, scale_b.dtype} == {jnp.dtype(_TILED[_32])}
+  multiply = _scale_blocks if is_in_blocks else _scale_rows
+  return _scaled_groups(multiply, self, mat2, scale_a, scale_b, offs, bias, out_dtype)
 
 
 @op(aten._scaled_grouped_mm_v2, meta=False)
@@ -367,13 +438,19 @@ def _aten__scaled_grouped_mm_v2(
   contraction_dim=(),
   use_fast_accum=False,
 ):
-  """Multiply groups with scales of rows: `torch.nn.functional.scaled_grouped_mm`."""
-  if {*recipe_a, *recipe_b} != {_ROWS.value}:
+  """Multiply groups by recipes: `torch.nn.functional.scaled_grouped_mm`."""
+  recipes = [ScalingType(recipe) for recipe in (*recipe_a, *recipe_b)]
+  swizzles = [SwizzleType(swizzle) for swizzle in (*swizzle_a, *swizzle_b)]
+  if recipes == [_32, _32] and swizzles == [SwizzleType.SWIZZLE_32_4_4] * 2:
+    multiply = _scale_blocks
+  elif recipes == [_ROWS, _ROWS]:
+    multiply = _scale_rows
+  else:
     raise NotImplementedError(
-      "scaled_grouped_mm expects the recipe RowWise on jax, but got "
-      f"{[ScalingType(recipe).name for recipe in (*recipe_a, *recipe_b)]}: the layout "
-      "of block scales depends on the offsets. Multiply group by group with scaled_mm."
+      "scaled_grouped_mm on jax expects the recipe RowWise, or BlockWise1x32 with "
+      f"SWIZZLE_32_4_4, but got {[each.name for each in (*recipes, *swizzles)]}. "
+      "Multiply group by group with scaled_mm."
     )
-  return _aten__scaled_grouped_mm(
-    self, mat2, scale_a[0], scale_b[0], offs, bias, None, out_dtype
+  return _scaled_groups(
+    multiply, self, mat2, scale_a[0], scale_b[0], offs, bias, out_dtype
   )
