@@ -17,6 +17,7 @@ WIDE = floats(3, 8, low=-7.0, high=7.0)
 LARGE = torch.tensor([-100.0, -30.0, -3.0, -0.0, 0.0, 3.0, 19.0, 30.0, 100.0])
 KINKS = torch.tensor([-3.0, -1.0, -0.5, 0.0, 0.5, 1.0, 3.0, 6.0])
 
+NOT_FINITE = torch.tensor([float("nan"), float("inf"), -float("inf"), 1.0, -1.0])
 CASES = (
   *(
     Case(function, values, grad=True)
@@ -57,6 +58,7 @@ CASES = (
   Case(lambda x: F.elu(x * 1, 1.5, inplace=True), WIDE, grad=True, name="elu_"),
   Case(F.elu, WIDE, 0.5, grad=True),
   Case(F.celu, WIDE, 0.7, grad=True),
+  *(Case(function, NOT_FINITE, grad=True) for function in (F.elu, F.celu, F.selu)),
   Case(F.threshold, WIDE, 0.5, -2.0, grad=True),
   Case(F.threshold, torch.arange(-3, 4), 1, 9),
   Case(F.relu, torch.arange(-3, 4)),

@@ -176,9 +176,11 @@ def _aten_shrink_backward(grad_output, self, lambd):
 
 def _elu(self, alpha, scale, input_scale):
   # The unselected branch must be finite: JAX's gradient multiplies it by 0.
-  negative = jnp.where(self > 0, 0, self)
+  # `<=`, as in torch: the gradient at NaN is the slope of the positive numbers.
+  is_negative = self <= 0
+  negative = jnp.where(is_negative, self, 0)
   return jnp.where(
-    self > 0, scale * self, scale * alpha * jnp.expm1(negative * input_scale)
+    is_negative, scale * alpha * jnp.expm1(negative * input_scale), scale * self
   )
 
 
@@ -203,12 +205,13 @@ def _check_elu_backward(
 def _aten_elu_backward(
   grad_output, alpha, scale, input_scale, is_result, self_or_result
 ):
+  is_negative = self_or_result <= 0
   if is_result:
     negative = input_scale * (self_or_result + alpha * scale)
   else:
-    exponent = jnp.where(self_or_result > 0, 0, self_or_result) * input_scale
+    exponent = jnp.where(is_negative, self_or_result, 0) * input_scale
     negative = input_scale * alpha * scale * jnp.exp(exponent)
-  return grad_output * jnp.where(self_or_result > 0, scale, negative)
+  return grad_output * jnp.where(is_negative, negative, scale)
 
 
 def _check_celu(self, alpha=1.0):
