@@ -51,3 +51,13 @@ def test_adaptive_softmax_is_computed_in_a_trace(targets):
   step = jax_jit(lambda *inputs: tuple(module(*inputs)))
   actual = step(inputs.to("jax"), targets.to("jax"))
   assert_same(actual, tuple(each.detach() for each in expected))
+
+
+def test_adaptive_softmax_predicts_in_a_trace():
+  torch.manual_seed(0)
+  module = nn.AdaptiveLogSoftmaxWithLoss(4, 10, [3, 6])
+  inputs = 4 * floats(16, 4)
+  expected = module.predict(inputs)
+  assert 0 < (expected < 3).sum() < 16  # in the head, and in clusters
+  module.to("jax")
+  assert_same(jax_jit(lambda x: module.predict(x))(inputs.to("jax")), expected)

@@ -43,6 +43,8 @@ def patch_modules(is_traced: Callable[[Any], bool]) -> Callable[[], None]:
     adaptive = torch.nn.AdaptiveLogSoftmaxWithLoss
     forward = _with_all_clusters(adaptive.forward, is_traced)
     made.append(patch(adaptive, "forward", forward, _CLUSTERS))
+    predict = _with_all_probabilities(adaptive.predict, is_traced)
+    made.append(patch(adaptive, "predict", predict, _CLUSTERS))
 
   def undo() -> None:
     for each in made:
@@ -91,3 +93,12 @@ def _with_all_clusters(forward, is_traced):
     return _AdaptiveOutput(output, -output.mean())
 
   return computed
+
+
+def _with_all_probabilities(predict, is_traced):
+  @functools.wraps(predict)
+  def predicted(self, input):
+    # torch computes the clusters of the examples that need them only.
+    return self.log_prob(input).argmax(1) if is_traced(input) else predict(self, input)
+
+  return predicted
