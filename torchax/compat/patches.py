@@ -1,13 +1,16 @@
 """Replaced attributes of torch: `patch` replaces one, `unpatch` restores all.
 
-`WhileNeeded` installs a patch only while a thread needs it; `setting` sets an attribute
-of ours, such as a flag of a thread, inside a block.
+`reroute` replaces the code of a function object. `WhileNeeded` installs a patch only
+while a thread needs it; `setting` sets an attribute of ours, such as a flag of a
+thread, inside a block.
 
 `tools/patch_table.py` writes the table of `docs/devices.md` from `PATCHES`.
 """
 
 import contextlib
 import dataclasses
+import functools
+import inspect
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -70,6 +73,44 @@ def patch(owner: Any, name: str, replacement: Any, reason: str) -> Patch:
   setattr(owner, name, replacement)
   PATCHES.append(Patch(owner, name, original, replacement, reason))
   return PATCHES[-1]
+
+
+def _trampoline(*args, _route, **kwargs):
+  return _route(*args, **kwargs)
+
+
+def reroute(function: Callable, instead: Callable, reason: str) -> list[Patch]:
+  """Make a function of torch run `instead(original, *args, **kwargs)`.
+
+  The function object stays the same, so earlier imports of it are rerouted too.
+
+  Args:
+    function: the function, decorated or not; it must have no closure.
+    instead: calls `original(*args, **kwargs)` for calls that it does not handle.
+    reason: see `patch`.
+
+  Returns:
+    The patches, in the order to undo them; none if the function is rerouted already.
+  """
+  inner: Any = inspect.unwrap(function)
+  if inner.__code__.co_name == _trampoline.__name__ or inner.__closure__:
+    return []
+  original = types.FunctionType(
+    inner.__code__, inner.__globals__, inner.__name__, inner.__defaults__
+  )
+  original.__kwdefaults__ = inner.__kwdefaults__
+  original.__doc__, original.__module__ = inner.__doc__, inner.__module__
+  route = {"_route": functools.partial(instead, original)}
+  made = [
+    patch(inner, name, value, reason)
+    for name, value in (
+      ("__signature__", inspect.signature(inner)),
+      ("__kwdefaults__", route),
+      ("__defaults__", None),
+      ("__code__", _trampoline.__code__),
+    )
+  ]
+  return made[::-1]
 
 
 def unpatch() -> None:

@@ -5,6 +5,7 @@ import torch
 from compare import assert_same
 from ops.harness import floats
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from torchax.interop import jax_jit
 
@@ -61,3 +62,23 @@ def test_adaptive_softmax_predicts_in_a_trace():
   assert 0 < (expected < 3).sum() < 16  # in the head, and in clusters
   module.to("jax")
   assert_same(jax_jit(lambda x: module.predict(x))(inputs.to("jax")), expected)
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_unsorted_sequences_are_padded_in_a_trace(batch_first):
+  torch.manual_seed(0)
+  module = nn.GRU(2, 3, batch_first=batch_first)
+  lengths = torch.tensor([2, 3, 1])
+
+  def run(x):
+    options = {"batch_first": batch_first}
+    packed = pack_padded_sequence(x, lengths, enforce_sorted=False, **options)
+    return pad_packed_sequence(module(packed)[0], total_length=4, **options)
+
+  inputs = floats(3, 3, 2)
+  with torch.no_grad():
+    expected = run(inputs)
+    module.to("jax")
+    assert_same(jax_jit(run)(inputs.to("jax")), expected)
+    # torch's own function after the trace
+    assert run(inputs.to("jax"))[1].device.type == "cpu"

@@ -10,13 +10,12 @@ import contextlib
 import functools
 import importlib
 import inspect
-import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from torchax.compat import private
+from torchax.compat import patches, private
 from torchax.compat.patches import patch
 from torchax.compat.torch_compat.device_backend import BACKEND
 
@@ -49,35 +48,9 @@ _unshard = private.Later(
 )
 
 
-def _trampoline(*args, _route, **kwargs):
-  return _route(*args, **kwargs)
-
-
 def reroute(function: Callable, instead: Callable) -> None:
-  """Make a function of torch run `instead(original, *args, **kwargs)` permanently.
-
-  The function object stays the same, so earlier imports of it are rerouted too.
-
-  Args:
-    function: the function, decorated or not; it must have no closure.
-    instead: calls `original(*args, **kwargs)` for calls that it does not handle.
-  """
-  inner: Any = inspect.unwrap(function)
-  if inner.__code__.co_name == _trampoline.__name__ or inner.__closure__:
-    return
-  original = types.FunctionType(
-    inner.__code__, inner.__globals__, inner.__name__, inner.__defaults__
-  )
-  original.__kwdefaults__ = inner.__kwdefaults__
-  original.__doc__, original.__module__ = inner.__doc__, inner.__module__
-  route = {"_route": functools.partial(instead, original)}
-  for name, value in (
-    ("__signature__", inspect.signature(inner)),
-    ("__kwdefaults__", route),
-    ("__defaults__", None),
-    ("__code__", _trampoline.__code__),
-  ):
-    patch(inner, name, value, _GROUPS)
+  """Make a function run `instead(original, …)` permanently: see `patches.reroute`."""
+  patches.reroute(function, instead, _GROUPS)
 
 
 def replace_function(path: str, instead: Callable) -> None:

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch.nn.modules import transformer
+from torch.nn.utils.rnn import pad_packed_sequence
 
-from torchax.compat import private
+from torchax.compat import patches, private
 from torchax.compat.patches import patch, setting
 
 _MASKS = "masks of nn.TransformerEncoder and nn.TransformerDecoder in a trace"
@@ -22,6 +23,8 @@ _CLUSTERS = "nn.AdaptiveLogSoftmaxWithLoss in a trace"
 _AdaptiveOutput = private.find(
   "torch.nn.modules.adaptive._ASMoutput", _CLUSTERS, instead=None
 )
+
+_LENGTHS = "pad_packed_sequence of unsorted sequences in a trace"
 
 
 def patch_modules(is_traced: Callable[[Any], bool]) -> Callable[[], None]:
@@ -45,6 +48,8 @@ def patch_modules(is_traced: Callable[[Any], bool]) -> Callable[[], None]:
     made.append(patch(adaptive, "forward", forward, _CLUSTERS))
     predict = _with_all_probabilities(adaptive.predict, is_traced)
     made.append(patch(adaptive, "predict", predict, _CLUSTERS))
+  pad = functools.partial(_with_traced_order, is_traced)
+  made += patches.reroute(pad_packed_sequence, pad, _LENGTHS)
 
   def undo() -> None:
     for each in made:
@@ -102,3 +107,13 @@ def _with_all_probabilities(predict, is_traced):
     return self.log_prob(input).argmax(1) if is_traced(input) else predict(self, input)
 
   return predicted
+
+
+def _with_traced_order(is_traced, pad, sequence, batch_first=False, *args, **kwargs):
+  order = sequence.unsorted_indices
+  if not is_traced(order):
+    return pad(sequence, batch_first, *args, **kwargs)
+  is_sorted = type(sequence)(sequence.data, sequence.batch_sizes)
+  padded, lengths = pad(is_sorted, batch_first, *args, **kwargs)
+  lengths = lengths.to(order.device)[order]  # torch takes them on the CPU
+  return padded.index_select(0 if batch_first else 1, order), lengths
