@@ -4,15 +4,17 @@ Used by `dynamo`, `export` and the other modules here. `draw_at_sites` runs a gr
 whose operations draw at the sites of the modules that they come from.
 """
 
+import contextlib
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import fx
 from torch.utils import _pytree as torch_pytree
 
 from torchax.compat import user_code
+from torchax.compat.torch_compat import named_scopes
 from torchax.compat.torch_compat.active_functions import UNSEEN, at_path
 from torchax.environment import default_env, env_on
 from torchax.registry.operators import Kind
@@ -133,6 +135,21 @@ _ROOT = re.compile(
 )
 
 
+def _modules_of(node: fx.Node, stack: str = "nn_module_stack") -> list[str]:
+  """Return the paths of the modules that an operation comes from, outermost first."""
+  return [_path(found) for found, _ in (node.meta.get(stack) or {}).values()]
+
+
+def _path(found: str) -> str:
+  path = _ROOT.sub("", found).replace("['", ".").replace("']", "")
+  return path.replace("._modules", "").replace("._orig_mod", "").strip(".")
+
+
+def _below(path: str, base: str) -> str:
+  """Return a path relative to that of an outer module."""
+  return f"{path}.".removeprefix(f"{base}." if base else "").removesuffix(".")
+
+
 def site_of(node: fx.Node, base: str = "") -> str:
   """Return the site of an operation: the path of the module that it comes from.
 
@@ -140,12 +157,28 @@ def site_of(node: fx.Node, base: str = "") -> str:
     node: the operation.
     base: site of the operation that runs the graph; this prefix is removed.
   """
-  paths = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
-  if not paths:
-    return ""
-  path = _ROOT.sub("", paths[-1]).replace("['", ".").replace("']", "")
-  path = path.replace("._modules", "").replace("._orig_mod", "").strip(".")
-  return f"{path}.".removeprefix(f"{base}." if base else "").removesuffix(".")
+  paths = _modules_of(node)
+  return _below(paths[-1], base) if paths else ""
+
+
+def scope_of(node: fx.Node, base: str = "") -> str:
+  """Return the named scope of an operation, such as "layers.0/linear1".
+
+  In a backward graph it has the name of the gradient.
+
+  Args:
+    node: the operation.
+    base: site of the operation that runs the graph.
+  """
+  paths = _modules_of(node)
+  differentiated = [] if paths else _modules_of(node, "fwd_nn_module_stack")
+  names = []
+  for path in paths or differentiated:
+    if not f"{base}.".startswith(f"{path}."):
+      names.append(_below(path, base))
+      base = path
+  scope = "/".join(filter(None, names))
+  return named_scopes.transposed(scope) if differentiated else scope
 
 
 # The user's code ----------------------------------------------------------------------
@@ -212,7 +245,14 @@ def hint(number):
 
 # Running at the sites of modules ------------------------------------------------------
 # No module runs when a graph runs, so the metadata of each operation names its module.
-# Draws need the sites; messages about indices need the lines.
+# Draws need the sites, traces the named scopes, and messages about indices the lines.
+
+
+@contextlib.contextmanager
+def in_module_of(node: fx.Node, base: str) -> Iterator[None]:
+  """Run an operation at the site and in the named scope of its captured module."""
+  with at_path(site_of(node, base)), named_scopes.entered(scope_of(node, base)):
+    yield
 
 
 def draw_at_sites(module: fx.GraphModule, base: str = "") -> Callable:
@@ -233,7 +273,8 @@ def draw_at_sites(module: fx.GraphModule, base: str = "") -> Callable:
       draw_at_sites(body, site_of(next(iter(node.users))))
 
   def run(*args):
-    if current().by_site or env_on().config.check_indices:
+    is_traced = named_scopes.is_recording()
+    if is_traced or current().by_site or env_on().config.check_indices:
       return _AtSites(module, base).run(*args, enable_io_processing=False)
     return forward(*args)
 
@@ -242,7 +283,7 @@ def draw_at_sites(module: fx.GraphModule, base: str = "") -> Callable:
 
 
 class _AtSites(fx.Interpreter):
-  """Interpreter that runs each operation at the site of its captured module.
+  """Interpreter that runs each operation in its captured module.
 
   Args:
     module: the graph.
@@ -254,6 +295,6 @@ class _AtSites(fx.Interpreter):
     self._base = base
 
   def run_node(self, node: fx.Node):
-    site = at_path(site_of(node, self._base))
-    with site, user_code.using_node_source(source_line(node)):
+    module = in_module_of(node, self._base)
+    with module, user_code.using_node_source(source_line(node)):
       return super().run_node(node)

@@ -15,7 +15,6 @@ import torch
 from jax.extend.core import InconclusiveDimensionOperation
 
 from torchax.compat import jax_compat, torch_compat, user_code
-from torchax.compat.torch_compat.active_functions import at_path
 from torchax.core import mappings
 from torchax.dispatch import device_plans
 from torchax.dispatch.decomposed import DecompositionPlan
@@ -25,7 +24,14 @@ from torchax.dispatch.transfer import ToCopyPlan
 from torchax.environment import env_on
 from torchax.errors import DataDependentError, OperatorNotFound
 from torchax.graphs import higher_order, lowerings, strided
-from torchax.graphs.fx import is_marked_random, meta, site_of, source_line, where
+from torchax.graphs.fx import (
+  in_module_of,
+  is_marked_random,
+  meta,
+  site_of,
+  source_line,
+  where,
+)
 from torchax.interop.views import call_torch
 from torchax.registry.names import aten
 from torchax.registry.schema import schema_of
@@ -71,8 +77,9 @@ class JaxInterpreter(torch.fx.Interpreter):
     """
     self.node = n
     try:
-      if is_marked_random(n) or isinstance(n.target, torch_compat.HigherOrderOperator):
-        with at_path(site_of(n, self.base)):
+      is_higher = isinstance(n.target, torch_compat.HigherOrderOperator)
+      if is_higher or is_marked_random(n) or not jax_compat.is_top_level():
+        with in_module_of(n, self.base):
           value = super().run_node(n)
       else:
         value = super().run_node(n)

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from torchax.compat import jax_compat
-from torchax.compat.torch_compat import active_functions
+from torchax.compat.torch_compat import active_functions, named_scopes
 from torchax.errors import RngError, TracedDrawError
 from torchax.rng import generator as generators
 from torchax.rng import ledger, scope
@@ -122,6 +122,7 @@ class KeyedFunction:
       scope.drawing_from(traced),
       active_functions.following.hold(),
       active_functions.boundary(),
+      named_scopes.recording(),
     ):
       out = self.function(*args, **kwargs)
       advance = traced.advance()

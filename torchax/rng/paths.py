@@ -5,12 +5,10 @@ A path joins the attribute names of nested modules, without the outermost one:
 while draws are addressed by site, a ledger is open, or a function is traced.
 """
 
-import weakref
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from torchax.compat import torch_compat
-from torchax.compat.torch_compat.active_functions import Call, innermost, unwrap_module
+from torchax.compat.torch_compat.active_functions import Call, innermost, name_in
 
 
 def _modules(call: Call | None, outside: Call | None = None) -> list:
@@ -78,35 +76,6 @@ def path(replayed: Replay | None = None, from_boundary: bool = False) -> str:
       parent = None
     elif module is not parent:
       if parent is not None:
-        names.append(_name_in(parent, module) or type(module).__name__)
+        names.append(name_in(parent, module))
       parent = module
   return ".".join(names)
-
-
-# Module -> {id of an inner module: (path or None, weak reference to the inner module)}.
-_names: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-
-
-def _name_in(parent, child) -> str | None:
-  for name, module in parent._modules.items():
-    if module is child or module is not None and unwrap_module(module) is child:
-      return name
-  name_by_id = _names.setdefault(parent, {})
-  name, reference = name_by_id.get(id(child), (None, None))
-  if reference is None or reference() is not child:
-    paths = (name for name, module in _inside(parent, set()) if module is child)
-    name = next(paths, None)
-    name_by_id[id(child)] = (name, weakref.ref(child))
-  return name
-
-
-def _inside(parent, seen: set) -> Iterator[tuple]:
-  """Yield inner modules with their paths; a wrapper is replaced by its module."""
-  for name, module in parent._modules.items():
-    if module is None or id(module) in seen:
-      continue
-    seen.add(id(module))
-    module = unwrap_module(module)
-    yield name, module
-    for path, inner in _inside(module, seen):
-      yield f"{name}.{path}", inner

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from torchax.compat.patches import PATCHES, patch
+from torchax.compat.torch_compat import named_scopes
 
 # Class attribute of modules that wrap another one: name of the attribute with it.
 TRANSPARENT = "_is_transparent_to_sites"
@@ -59,6 +60,43 @@ def unwrap_module(module: torch.nn.Module) -> torch.nn.Module:
   while hasattr(type(module), TRANSPARENT):
     module = getattr(module, getattr(type(module), TRANSPARENT))
   return module
+
+
+# Module -> {id of an inner module: (path or None, weak reference to the inner module)}.
+_names: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def name_in(parent: torch.nn.Module, child: torch.nn.Module) -> str:
+  """Return the path of a module inside another one, or the name of its class."""
+  for name, module in parent._modules.items():
+    if module is child or module is not None and unwrap_module(module) is child:
+      return name
+  name_by_id = _names.setdefault(parent, {})
+  name, reference = name_by_id.get(id(child), (None, None))
+  if reference is None or reference() is not child:
+    paths = (name for name, module in _inside(parent, set()) if module is child)
+    name = next(paths, None)
+    name_by_id[id(child)] = (name, weakref.ref(child))
+  return name or type(child).__name__
+
+
+def _inside(parent, seen: set) -> Iterator[tuple]:
+  """Yield inner modules with their paths; a wrapper is replaced by its module."""
+  for name, module in parent._modules.items():
+    if module is None or id(module) in seen:
+      continue
+    seen.add(id(module))
+    module = unwrap_module(module)
+    yield name, module
+    for path, inner in _inside(module, seen):
+      yield f"{name}.{path}", inner
+
+
+def _name_in_caller(module: torch.nn.Module, caller: Call | None) -> str:
+  """Return the path of a module inside its caller; "" for an outermost module."""
+  parent = None if caller is None else caller[0]
+  is_inner = isinstance(parent, torch.nn.Module) and parent is not module
+  return name_in(parent, module) if is_inner else ""
 
 
 def boundary():
@@ -115,10 +153,13 @@ def _wrap(call: Callable) -> Callable:
       return call(self, *args, **kwargs)
     if hasattr(type(self), UNSEEN):
       return call(self, *args, **kwargs)
-    outer = _innermost.get()
-    _innermost.set((unwrap_module(self), outer))
+    outer, module = _innermost.get(), unwrap_module(self)
+    _innermost.set((module, outer))
     try:
-      return call(self, *args, **kwargs)
+      if not named_scopes.is_recording():
+        return call(self, *args, **kwargs)
+      with named_scopes.entered(_name_in_caller(module, outer)):
+        return call(self, *args, **kwargs)
     finally:
       _innermost.set(outer)
 

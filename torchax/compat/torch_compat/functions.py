@@ -10,6 +10,7 @@ import torch
 
 from torchax.compat import private
 from torchax.compat.patches import patch
+from torchax.compat.torch_compat import named_scopes
 from torchax.compat.torch_compat.graphs import keep_from_dynamo
 from torchax.compat.torch_compat.mode_state import with_function_overrides
 from torchax.compat.torch_compat.wrappers import innermost
@@ -57,7 +58,7 @@ def keep_overrides_in_backward() -> None:
   @functools.wraps(_run_backward)
   def _engine_run_backward(*args, **kwargs):
     try:
-      with with_function_overrides():
+      with with_function_overrides(), named_scopes.of_backward(args[0]):
         return _run_backward(*args, **kwargs)
     except RuntimeError as error:
       if "opt_ready_stream && opt_parent_stream" not in str(error):
