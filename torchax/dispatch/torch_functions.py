@@ -85,6 +85,9 @@ class ArrayFunctionHandler:
       if found is None:
         found = self._functions[static_key] = self._function(args, kwargs, static_key)
       function, numbers = found
+      if torch_compat.is_profiling():
+        with torch_compat.recorded(operators.name_of(self.func)):
+          return autograd.call(function, tensors, numbers)
       return autograd.call(function, tensors, numbers)
     except EXPLAINED as error:
       if self._is_core:
@@ -201,6 +204,9 @@ class TensorFunctionHandler:
       return self.func(*args, **kwargs)
     if self.operator.needs_env:
       kwargs = {**kwargs, "env": self.env}
+    if torch_compat.is_profiling():
+      with torch_compat.recorded(operators.name_of(self.func)):
+        return self.operator.func(*args, **kwargs)
     return self.operator.func(*args, **kwargs)
 
 

@@ -2,8 +2,9 @@
 
 If a function has the same arguments as its ATen operation, the handler calls that
 operation's plan, which halves the cost of an eager call. Calls with a gradient to
-record, keyword arguments or another mode go through torch. In-place functions always
-do: torch counts writes to protect saved tensors.
+record or keyword arguments go through torch, and so do all under another mode or
+torch's profiler. In-place functions always do: torch counts writes to protect saved
+tensors.
 """
 
 from collections.abc import Callable
@@ -57,7 +58,11 @@ class Shortcut:
           return False
       elif cls not in _NUMBERS or arg is args[0]:
         return False
-    return not torch_compat.dispatch_depth() and not torch_compat.forward_ad_is_on()
+    return not (
+      torch_compat.dispatch_depth()
+      or torch_compat.forward_ad_is_on()
+      or torch_compat.is_profiling()
+    )
 
   def __call__(self, args, kwargs):
     if not kwargs and len(args) == self.count and self.is_plain(args):

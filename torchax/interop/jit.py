@@ -15,7 +15,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Unpack, overload
 import jax
 
 from torchax import amp
-from torchax.compat import jax_compat
+from torchax.compat import jax_compat, torch_compat
 from torchax.core import grad_mode, host_numbers, program_limit
 from torchax.core.error_messages import donated_error, donated_twice_error
 from torchax.core.partitions import Partition, is_array
@@ -139,6 +139,9 @@ class Jitted(Generic[P, R]):
   def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
     try:
       try:
+        if torch_compat.is_profiling():
+          with torch_compat.recorded(f"jit({self.traced.__name__})"):
+            return self.call(None, args, kwargs)
         return self.call(None, args, kwargs)
       except (TypeError, ValueError, RuntimeError) as error:
         self.reword(error, args, kwargs)

@@ -32,7 +32,7 @@ _innermost: contextvars.ContextVar[Call | None] = contextvars.ContextVar(
 )
 
 _REASON = (
-  "the paths of modules that draw, while a function is traced or as long as asked"
+  "paths of the modules that run, while a function is traced or as long as asked"
 )
 
 # Original of each wrapped `torch.nn.Module.__call__`.
