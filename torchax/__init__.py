@@ -35,6 +35,8 @@ from torchax.core import mappings, program_limit, storage, tracebacks
 from torchax.devices import forks, generator, placement, streams
 from torchax.diagnostics import compile_times
 from torchax.diagnostics.explain_operator import explain_operator
+from torchax.diagnostics.module_memory import memory_by_module
+from torchax.diagnostics.profiles import profile
 from torchax.diagnostics.report import EnvInfo, env_info
 from torchax.dispatch import applied_functions, debug, modes, operands, transfer
 from torchax.environment import Environment, default_env
@@ -260,6 +262,8 @@ __all__ = [
   "jtorch",
   "jtorchvision_nms",
   "load_checkpoint",
+  "memory_by_module",
+  "profile",
   "rng",
   "rng_scope",
   "save_checkpoint",
