@@ -36,7 +36,7 @@ from torchax.devices import forks, generator, placement, streams
 from torchax.diagnostics import compile_times
 from torchax.diagnostics.explain_operator import explain_operator
 from torchax.diagnostics.module_memory import memory_by_module
-from torchax.diagnostics.profiles import profile
+from torchax.diagnostics.profiles import Profile, profile
 from torchax.diagnostics.report import EnvInfo, env_info
 from torchax.dispatch import applied_functions, debug, modes, operands, transfer
 from torchax.environment import Environment, default_env
@@ -238,6 +238,7 @@ __all__ = [
   "Environment",
   "Explanation",
   "JittableModule",
+  "Profile",
   "RngState",
   "VERSION",
   "__version__",

@@ -120,3 +120,15 @@ def test_training_in_processes_goes_on_as_if_it_had_not_ended(tmp_path):
   saved = f"--checkpoints={tmp_path / 'run'}"
   first = _losses_in_processes("--steps=6", saved, "--until=3")
   assert first + _losses_in_processes("--steps=6", saved) == whole
+
+
+def test_trace_finds_the_slow_layer_and_keeps_the_losses(tmp_path):
+  picture = tmp_path / "profiling.svg"
+  output = _run(
+    "find_slow_layer.py", "--length=64", "--steps=2", f"--picture={picture}"
+  )
+  slow, fast = re.findall(r"share\n(\S+)", output)
+  assert ".attention.bias.network." in slow and ".bias.network." not in fast
+  slow_loss, fast_loss = map(float, re.findall(r"then (\S+)", output))
+  assert slow_loss == pytest.approx(fast_loss, abs=1e-5)
+  assert "<svg" in picture.read_text()
