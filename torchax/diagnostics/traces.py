@@ -66,7 +66,9 @@ def add_names(directory: pathlib.Path) -> pathlib.Path:
   names = {}
   for file in directory.glob("*.xplane.pb"):
     names.update(_op_names(memoryview(file.read_bytes())))
-  (path,) = directory.glob("*.trace.json.gz")
+  # Several hosts may write to one directory; the newest file is this one's.
+  files = directory.glob("*.trace.json.gz")
+  path = max(files, key=lambda file: file.stat().st_mtime_ns)
   with gzip.open(path, "rt") as opened:
     trace = json.load(opened)
   for event in trace["traceEvents"]:

@@ -90,6 +90,16 @@ def test_label_ends_after_an_exception():
   assert "jit(labelled)/exp" in names_of(labelled)
 
 
+def test_label_of_a_function_that_calls_itself_ends():
+  @record_function("again")
+  def power(x, n):
+    return x * power(x, n - 1) if n else x
+
+  text = names_of(lambda x: power(x, 2).tanh())
+  assert "/again/again/mul" in text
+  assert "jit(<lambda>)/tanh" in text or "jit(lambda)/tanh" in text
+
+
 def test_torch_script_and_dynamo_accept_labels():
   def labelled(x):
     with record_function("label"):

@@ -127,8 +127,13 @@ def test_trace_finds_the_slow_layer_and_keeps_the_losses(tmp_path):
   output = _run(
     "find_slow_layer.py", "--length=64", "--steps=2", f"--picture={picture}"
   )
-  slow, fast = re.findall(r"share\n(\S+)", output)
-  assert ".attention.bias.network." in slow and ".bias.network." not in fast
+  slow, fast = output.split("a bias for each distance")
+  assert re.search(r"share\n\d\.attention\.bias\.network\.", slow)
+  slow_ms, fast_ms = (
+    sum(map(float, re.findall(r"bias\.network\.1 +([\d.]+) ms", table)))
+    for table in (slow, fast)
+  )
+  assert fast_ms < slow_ms / 2
   slow_loss, fast_loss = map(float, re.findall(r"then (\S+)", output))
   assert slow_loss == pytest.approx(fast_loss, abs=1e-5)
   assert "<svg" in picture.read_text()

@@ -34,7 +34,8 @@ def label_jax_traces() -> None:
     labels.enter_context(jax.profiler.TraceAnnotation(self.name))
     if named_scopes.is_recording():
       labels.enter_context(named_scopes.entered(self.name))
-    self._labels_of_jax = labels
+    # A decorated function that calls itself enters one object several times.
+    vars(self).setdefault("_labels_of_jax", []).append(labels)
     return enter(self)
 
   @functools.wraps(leave)
@@ -42,7 +43,7 @@ def label_jax_traces() -> None:
     try:
       return leave(self, *exception)
     finally:
-      self._labels_of_jax.close()
+      self._labels_of_jax.pop().close()
 
   patch(record_function, "__enter__", __enter__, _LABELS)
   patch(record_function, "__exit__", __exit__, _LABELS)
