@@ -3,9 +3,9 @@
 Queries, keys and values are sharded along the sequence. In each turn a device attends
 with its queries to its current block of keys and values and sends the block to its
 neighbour. The softmax is accumulated block by block, without the blocks that a causal
-mask hides. After eight turns every query has
-met every key, and no device has held more than two blocks. The backward pass goes round
-the ring once more. Without accelerators, JAX splits the CPU into eight devices.
+mask hides. After eight turns every query has met every key, and no device has held more
+than two blocks. The backward pass goes round the ring once more. Without accelerators,
+JAX splits the CPU into eight devices.
 
 Prints the difference to attention on one device, the shape of the output on each
 device, the collectives and the temporary memory. Then trains a block with dropout on
