@@ -42,7 +42,7 @@ def _may_be_sharded(result) -> bool:
   array = result[0] if isinstance(result, tuple) else result
   if isinstance(array, jax.core.Tracer):
     return jax_compat.is_divisible()
-  return placement.is_on_several_devices(array)
+  return placement.several_device_sharding(array) is not None
 
 
 class Sampling:
