@@ -144,7 +144,7 @@ class Tensor(ArrayProtocols):
     shell = self.__dict__.get("_kept_shell")
     layout = (self.shape, self.stride(), self.dtype)
     if shell is None or (shell.shape, shell.stride(), shell.dtype) != layout:
-      with torch_compat.without_modes():
+      with torch_compat.outside_transforms(), torch_compat.without_modes():
         shell = torch.empty_strided(*layout[:2], dtype=self.dtype, device=META)
       self._kept_shell = shell
     return shell

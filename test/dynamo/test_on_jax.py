@@ -49,6 +49,15 @@ def train(model, run, steps=3):
   return losses, state
 
 
+@pytest.mark.parametrize("transform", ["grad", "jacrev", "jacfwd", "hessian", "vmap"])
+def test_transforms_of_an_argument_are_part_of_the_graph(transform):
+  """The argument is first seen inside of the transform."""
+  transformed = getattr(torch.func, transform)(lambda x: x.sin().sum())
+  x = PLAIN.to("jax")
+  run = torch.compile(lambda x: transformed(x), backend="jax", fullgraph=True)
+  torch.testing.assert_close(run(x).cpu(), transformed(PLAIN))
+
+
 @each_place
 def test_training_in_one_graph_equals_eager_training(is_inside):
   backend = CountingBackend()
