@@ -73,6 +73,8 @@ class Boundary:
     attributes: attributes of modules and optimizers when the trace began
       (`tracing/modules.py`); None if they are not tracked.
     made: CPU tensors created in the trace, by identity.
+    gradients: `.grad` of outer leaves before the trace, by the leaf's identity.
+    accesses: first access to the `.grad` of each outer leaf (`tracing/gradients.py`).
     numbers: operands for host numbers, by expression; a number that is no operand yet
       has its Python value. None if no number becomes an operand.
     name: name of the function, for messages.
@@ -98,6 +100,8 @@ class Boundary:
     self.guards = guards
     self.attributes: Any = None
     self.made: dict[int, object] = {}
+    self.gradients: dict[int, Any] = {}
+    self.accesses: dict[int, Any] = {}
     self.numbers: dict | None = None
 
   def read(self, storage: Storage, tensor=None) -> jax.Array:

@@ -30,6 +30,7 @@ from torchax.dispatch import autograd
 from torchax.dispatch.batched_gradients import over_batches
 from torchax.environment import default_env
 from torchax.tensor import Tensor, new_tensor
+from torchax.tracing.gradients import gradient_of, set_gradient
 from torchax.tracing.specialization import ORDINARY
 
 # Differentiable gradients that one program keeps, one per set of static arguments.
@@ -195,15 +196,15 @@ def _gradients(outputs, wanted, seeds) -> Sequence[Tensor | None]:
     if "use_reentrant" not in str(error) or not all(t.is_leaf for t in wanted):
       raise
   # A reentrant checkpoint supports only `backward`, which adds to `.grad`.
-  before = [tensor.grad for tensor in wanted]
+  before = list(map(gradient_of, wanted))
   try:
     for tensor in wanted:
-      tensor.grad = None
+      set_gradient(tensor, None)
     torch.autograd.backward(outputs, seeds)
-    return [tensor.grad for tensor in wanted]
+    return list(map(gradient_of, wanted))
   finally:
     for tensor, gradient in zip(wanted, before):
-      tensor.grad = gradient
+      set_gradient(tensor, gradient)
 
 
 class _CompiledCall(torch_compat.OwnFunction):

@@ -9,7 +9,6 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import torch
@@ -21,9 +20,10 @@ from torchax.core.storage import Rebindings, Storage, active
 from torchax.dispatch.operands import number_array
 from torchax.environment import default_env
 from torchax.tensor import Tensor, new_tensor
+from torchax.tracing.gradients import gradient_of
 from torchax.tracing.guards import Guards
 from torchax.tracing.modules import is_alive
-from torchax.tracing.specialization import CapturedTensors, CaptureKey, is_trained
+from torchax.tracing.specialization import CapturedTensors, CaptureKey
 
 _array_of_storage = operator.attrgetter("array")
 
@@ -46,7 +46,8 @@ class Captures:
     view_leaves: leaves that are views, such as `nn.Parameter(x[0])`, by the identity of
       their storage. The base is captured; only its views receive gradients.
     gradients: index of the captured `.grad` of each captured leaf that has one.
-    touches_grad: True once a trace has read or set the `.grad` of a captured leaf.
+    graded: leaves whose `.grad` before a call matters to a trace (`gradients.py`), by
+      identity.
     storages: storages of the tensors.
   """
 
@@ -57,7 +58,7 @@ class Captures:
     self.key = CaptureKey(0, self.tensors)
     self.view_leaves: dict[int, list[Tensor]] = {}
     self.gradients: dict[Tensor, int] = {}
-    self.touches_grad = False
+    self.graded: dict[int, Tensor] = {}
     self._guess_from = guess_from
     # `_DUE`: guess before the next call. `_MADE`: the next trace checks the guess.
     self._guess_state = _DUE if guess_from is not None and not tensors else _NONE
@@ -93,16 +94,14 @@ class Captures:
       return tuple(map(_array_of_storage, storages)), key
     return tuple([tensor._storage.read(tensor) for tensor in tensors]), key
 
-  def has_gradients(self) -> tuple[bool, ...]:
-    """Return one flag per captured leaf: it has a `.grad`. () if no trace uses one."""
-    if not self.touches_grad:
-      return ()
-    return tuple([t.grad is not None for t in self.tensors if is_trained(t)])
+  def has_gradients(self) -> tuple[int, ...]:
+    """Return the indices of the leaves in `graded` that have a `.grad`."""
+    return tuple([n for n, t in enumerate(self.graded.values()) if t.grad is not None])
 
   def _reset(self, edition: int) -> None:
     """Drop all captures after a tensor of a module or an optimizer was replaced."""
     self._members_edition = edition
-    self.view_leaves = {}
+    self.view_leaves, self.graded = {}, {}
     self._guess_state = _NONE if self._guess_from is None else _DUE
     self._replace([], is_other_edition=True)
 
@@ -134,7 +133,7 @@ class Captures:
     """Replace each captured `.grad` by the leaf's current one; drop it if None."""
     captured: list = list(self.tensors)
     for leaf, index in self.gradients.items():
-      captured[index] = leaf.grad
+      captured[index] = gradient_of(leaf)
     if any(map(operator.is_not, captured, self.tensors)):
       self.tensors = CapturedTensors([t for t in captured if t is not None])
       self.key.refer_to(self.tensors)
@@ -147,6 +146,7 @@ class Captures:
     """Drop tensors born in an outer trace that has ended."""
     alive = list(filter(is_alive, self.tensors))
     if len(alive) < len(self.tensors):
+      self.graded = {key: t for key, t in self.graded.items() if is_alive(t)}
       self._replace(alive)
 
   def _replace(self, tensors: list[Tensor], is_other_edition: bool = False) -> None:
@@ -164,9 +164,9 @@ class Captures:
     self._layout = ([tensor._chain for tensor in tensors], shared)
     indices = {id(tensor): index for index, tensor in enumerate(tensors)}
     self.gradients = {
-      t: indices[id(t.grad)]
-      for t in tensors
-      if is_trained(t) and t.grad is not None and id(t.grad) in indices
+      leaf: indices[id(gradient)]
+      for leaf in self.graded.values()
+      if id(leaf) in indices and id(gradient := gradient_of(leaf)) in indices
     }
 
   def _refresh_storages(self) -> None:
@@ -185,10 +185,10 @@ class Captures:
       return []
     return [t for t in lifted if not boundary.shadows[id(t._storage)].is_touched]
 
-  def detect_gradients(self, leaves: Sequence[Tensor], grads: dict[int, Any]) -> None:
-    """Set `touches_grad` if a leaf has a `.grad`, or had one in `grads`."""
-    if any(t.grad is not None or grads.get(id(t)) is not None for t in leaves):
-      self.touches_grad = True
+  def add_graded(self, leaves: Sequence[Tensor]) -> None:
+    """Follow the `.grad` of leaves."""
+    self.graded = {**self.graded, **{id(leaf): leaf for leaf in leaves}}
+    self._refresh()
 
   def drop(self, tensors: Sequence[Tensor]) -> None:
     dropped = set(map(id, tensors))

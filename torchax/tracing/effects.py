@@ -21,6 +21,7 @@ from torchax.errors import MutationError
 from torchax.tensor import Tensor, new_tensor
 from torchax.tracing.autograd_bridge import Tape
 from torchax.tracing.conversions import tensors_of
+from torchax.tracing.gradients import gradient_of, set_gradient
 from torchax.tracing.modules import is_born_in
 from torchax.tracing.specialization import Specialization, is_trained
 
@@ -203,12 +204,10 @@ class Captured(NamedTuple):
 
   Attributes:
     tensors: tensors in the order of the operands.
-    grads: `.grad` of each leaf among them before the trace, by the leaf's identity.
     gradients: leaves whose `.grad` is an operand too.
   """
 
   tensors: list[Tensor]
-  grads: dict[int, torch.Tensor | None]
   gradients: tuple[Tensor, ...]
 
 
@@ -265,10 +264,9 @@ def collect(
 
 def _of_captured(boundary: Boundary, lifted: Captured) -> Iterator[tuple[Change, Any]]:
   """Yield the changes of outer storages, and of the `.grad` of outer leaves."""
-  grads = lifted.grads
   holders = {id(tensor._storage): (tensor, False) for tensor in lifted.tensors}
   for leaf in lifted.gradients:
-    gradient = grads.get(id(leaf))
+    gradient = boundary.gradients.get(id(leaf))
     if isinstance(gradient, Tensor):
       holders[id(gradient._storage)] = (leaf, True)
   for shadow in boundary.changed_shadows():
@@ -277,12 +275,16 @@ def _of_captured(boundary: Boundary, lifted: Captured) -> Iterator[tuple[Change,
     if holder is not None:
       change = WriteStorage(change.storage, Identity(holder[0]), holder[1])
     yield change, shadow.array
-  leaves = trained_leaves(boundary)
+  leaves = graded_leaves(boundary)
   for leaf in leaves:
-    if is_born_in(leaf.grad, boundary):
-      yield SetGradient(Identity(leaf)), leaf.grad.jax()
+    gradient = gradient_of(leaf)
+    if is_born_in(gradient, boundary):
+      yield SetGradient(Identity(leaf)), gradient.jax()
   for leaf in leaves:
-    if leaf.grad is None and grads.get(id(leaf)) is not None:
+    access = boundary.accesses.get(id(leaf))
+    was_there = boundary.gradients.get(id(leaf)) is not None
+    may_be_there = was_there or (access is not None and access.is_drop)
+    if may_be_there and gradient_of(leaf) is None:
       yield ClearGradient(Identity(leaf)), None
 
 
@@ -307,10 +309,16 @@ def trained_leaves(boundary: Boundary) -> list[Tensor]:
   return [t for t in tensors if t is not None and is_trained(t)]
 
 
-def drop_traced_grads(boundary: Boundary, lifted: Captured) -> None:
+def graded_leaves(boundary: Boundary) -> list[Tensor]:
+  """Return the outer leaves whose `.grad` a trace may have changed."""
+  accessed = {key: access.leaf for key, access in boundary.accesses.items()}
+  met = {id(leaf): leaf for leaf in trained_leaves(boundary)}
+  return list({**met, **accessed}.values())
+
+
+def drop_traced_grads(boundary: Boundary) -> None:
   """Restore the `.grad` of outer leaves that the trace has set or cleared."""
-  for tensor in trained_leaves(boundary):
-    before = lifted.grads.get(id(tensor))
-    was_cleared = tensor.grad is None and before is not None
-    if was_cleared or is_born_in(tensor.grad, boundary):
-      tensor.grad = before
+  for leaf in graded_leaves(boundary):
+    before, gradient = boundary.gradients.get(id(leaf)), gradient_of(leaf)
+    if is_born_in(gradient, boundary) or (gradient is None and before is not None):
+      set_gradient(leaf, before)

@@ -18,7 +18,6 @@ from torchax.compat.user_code import name_of, positional, signature_of
 from torchax.core.static_values import StaticValue, describe_value
 from torchax.tensor import Tensor
 from torchax.tracing.modules import changed_names
-from torchax.tracing.specialization import is_trained
 from torchax.tracing.static_arguments import BoxedGenerator
 
 logger = logging.getLogger("torchax.recompiles")
@@ -60,9 +59,10 @@ def _of_specialization(specialization, leaves: list[str], traced) -> ProgramKey:
     needed = [name for name, is_needed in recorded if is_needed]
     key["gradients recorded for"] = ", ".join(needed)
   if specialization.has_grad:
-    trained = [n for n, t in zip(captured, traced.captures.tensors) if is_trained(t)]
-    present = itertools.compress(trained, specialization.has_grad)
-    key["gradients that are there"] = ", ".join(present) or "none"
+    graded = list(traced.captures.graded.values())
+    names = {id(t): name for name, t in zip(captured, traced.captures.tensors)}
+    present = [names.get(id(graded[n]), "a leaf") for n in specialization.has_grad]
+    key["gradients that are there"] = ", ".join(present)
   if specialization.environments:
     numbers = [str(env.streams.number) for env in specialization.environments]
     key["environments"] = ", ".join(numbers)

@@ -70,7 +70,7 @@ class Specialization:
     same: (index, earlier index) of each argument leaf that repeats a tensor.
     overlapping: indices of argument leaves whose storage another view shares, or that
       repeat elements.
-    has_grad: one flag per captured leaf: it has a `.grad`.
+    has_grad: indices of the leaves in `Captures.graded` that have a `.grad`.
     extra: value from the wrapper, such as the training flags of a module.
     wants_grad: None if torch records no gradient; otherwise one flag per argument leaf,
       then per captured tensor: it requires a gradient.
@@ -86,7 +86,7 @@ class Specialization:
 
   same: tuple[tuple[int, int], ...] = ()
   overlapping: tuple[int, ...] = ()
-  has_grad: tuple[bool, ...] = ()
+  has_grad: tuple[int, ...] = ()
   extra: Any = None
   wants_grad: tuple[bool, ...] | None = None
   no_grad: bool = False

@@ -58,6 +58,11 @@ from torchax.tracing.effects import (
   drop_traced_grads,
   trained_leaves,
 )
+from torchax.tracing.gradients import (
+  following_gradients,
+  gradient_of,
+  read_leaves,
+)
 from torchax.tracing.guards import Guards
 from torchax.tracing.modules import Attributes, without_reads
 from torchax.tracing.program_keys import History
@@ -155,7 +160,7 @@ class Traced:
     self, leaves: list, extra=None, captures: CaptureKey | None = None
   ) -> Specialization | None:
     """Return the static part of a call with these argument leaves; None if ordinary."""
-    has_grad = self.captures.has_gradients() if self.captures.touches_grad else ()
+    has_grad = self.captures.has_gradients() if self.captures.graded else ()
     no_grad = not torch.is_grad_enabled()
     wants_grad = None if no_grad else self._wants_grad(leaves)
     same, overlapping, layouts = memory_of(leaves)
@@ -229,10 +234,10 @@ class Traced:
     specialization = specialization or ORDINARY
     key = specialization.captures
     tensors = [] if key is None else key.tensors[: len(captured)]
-    grads = {id(t): t.grad for t in tensors if is_trained(t)}
-    lifted = Captured(tensors, grads, tuple(self.captures.gradients))
+    lifted = Captured(tensors, tuple(self.captures.gradients))
     boundary = self._new_boundary(numbers)
-    with self._tracing(boundary, lifted):
+    boundary.gradients = {id(t): gradient_of(t) for t in tensors if is_trained(t)}
+    with self._tracing(boundary):
       for tensor, array in zip(tensors, captured):
         boundary.lift(tensor._storage, array, tensor)
       inputs, treedef = jax.tree.flatten((args, kwargs))
@@ -244,7 +249,7 @@ class Traced:
       out = self._call(inner, treedef, specialization, needs)
       arrays = arrays_of(out)
       assigned = boundary.attributes.extract(boundary, self.options.assigns)
-      self.captures.detect_gradients(trained_leaves(boundary), grads)
+      needs += self._follow_gradients(boundary)
       changes = collect(boundary, inner, born, specialization, lifted)
       effects = Effects.of(changes, assigned)
       effects.environments = environments_of_results(out)
@@ -281,7 +286,7 @@ class Traced:
     return boundary
 
   @contextlib.contextmanager
-  def _tracing(self, boundary: Boundary, lifted: Captured) -> Iterator[None]:
+  def _tracing(self, boundary: Boundary) -> Iterator[None]:
     """Trace inside the block; no traced value stays in modules and optimizers."""
     attributes = boundary.attributes
     with (
@@ -290,6 +295,7 @@ class Traced:
       _no_hooks(),
       self.guards.watching(attributes.record),
       optimizers.tracing_steps,
+      following_gradients,
       without_reads,
     ):
       try:
@@ -298,7 +304,7 @@ class Traced:
         attributes.undo(boundary)
         raise
       finally:
-        drop_traced_grads(boundary, lifted)
+        drop_traced_grads(boundary)
 
   def _call(
     self, inner: list, treedef, specialization: Specialization, needs: list[Callable]
@@ -417,6 +423,20 @@ class Traced:
       f"{self.__name__} changes an argument in place in a way that needs a gradient. "
       "Return the new value instead, so that autograd can follow it."
     ) from error
+
+  def _follow_gradients(self, boundary: Boundary) -> list[Callable]:
+    """Follow the `.grad` of the leaves that a trace reads.
+
+    Returns callbacks, like `_needs`, if the cache key lacks gradients that are there.
+    """
+    read = read_leaves(boundary, trained_leaves(boundary))
+    new = [leaf for leaf in read if id(leaf) not in self.captures.graded]
+    follow = functools.partial(self.captures.add_graded, new)
+    if any(boundary.gradients[id(leaf)] is not None for leaf in new):
+      return [follow]
+    if new:
+      follow()
+    return []
 
   def _needs(self, boundary: Boundary, lifted: list[Tensor]) -> list[Callable]:
     """Return callbacks that add the operands found missing in a trace.

@@ -34,6 +34,7 @@ from torchax.tracing.effects import (
   WriteArgument,
   WriteStorage,
 )
+from torchax.tracing.gradients import gradient_of
 from torchax.tracing.specialization import (
   Specialization,
   environments_of_call,
@@ -215,7 +216,9 @@ class Transformed:
     return Result(out, states, advance, changed, assigned)
 
   def _states(self, effects: Effects, captured) -> list[jax.Array]:
-    if effects.of_kind(SetGradient, ClearGradient):
+    cleared = [change.leaf.value for change, _ in effects.of_kind(ClearGradient)]
+    has_cleared = any(gradient_of(leaf) is not None for leaf in cleared)
+    if effects.of_kind(SetGradient) or has_cleared:
       raise MutationError(
         f"A function in {self.name} calls `backward`, or clears gradients: `.grad` of "
         "a tensor outside cannot change there. Use `torch.autograd.grad` and return "

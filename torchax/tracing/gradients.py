@@ -1,0 +1,119 @@
+"""`.grad` of outer leaves in a trace: which ones it reads, and which it only drops.
+
+A training step begins with `optimizer.zero_grad()` or `p.grad = None`. A `.grad` that
+is dropped before it is read is no operand, and its presence is not in the cache key of
+programs. So the first step and all later ones have one program.
+
+While a function is traced, a property of `Tensor` records Python's first access to the
+`.grad` of each leaf. Accumulation in torch's C++ bypasses it; `read_leaves` finds it by
+its result. `captures.py` has the key; `effects.py` returns the new gradients.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from torchax.compat.patches import WhileNeeded, patch
+from torchax.core.boundary import Boundary
+from torchax.core.storage import active
+from torchax.tensor import Tensor
+from torchax.tracing.modules import is_born_in
+from torchax.tracing.optimizer_state import parameters_of
+
+_grad: Any = torch.Tensor.grad
+
+gradient_of: Callable[[Any], Any] = _grad.__get__
+"""Return the `.grad` of a leaf without recording the access."""
+
+set_gradient: Callable[[Any, Any], None] = _grad.__set__
+"""Set the `.grad` of a leaf without recording the access."""
+
+
+class FirstAccess(NamedTuple):
+  """First access of a trace to the `.grad` of an outer leaf.
+
+  Attributes:
+    leaf: the leaf.
+    is_drop: the access replaces the `.grad` without reading it.
+  """
+
+  leaf: Tensor
+  is_drop: bool
+
+
+def _record(leaf: Any, is_drop: bool) -> None:
+  """Record an access in all active boundaries that the leaf outlives."""
+  boundary = active.boundary
+  if boundary is None or not (isinstance(leaf, Tensor) and leaf.is_leaf):
+    return
+  gradient = gradient_of(leaf)
+  while boundary is not None and leaf._storage.birth is not boundary:
+    before = None if is_born_in(gradient, boundary) else gradient
+    boundary.gradients.setdefault(id(leaf), before)
+    boundary.accesses.setdefault(id(leaf), FirstAccess(leaf, is_drop))
+    boundary = boundary.parent
+
+
+def read_leaves(boundary: Boundary, leaves: list[Tensor]) -> list[Tensor]:
+  """Return the outer leaves whose `.grad` before the trace matters to it.
+
+  Args:
+    boundary: boundary of the trace, which has run the function.
+    leaves: outer leaves that the trace has met.
+  """
+  for leaf in leaves:
+    gradient = gradient_of(leaf)
+    if isinstance(gradient, Tensor):
+      shadow = boundary.shadows.get(id(gradient._storage))
+      is_touched = shadow is not None and shadow.is_touched
+      if is_touched or is_born_in(gradient, boundary):  # `backward` has added to it
+        _record(leaf, is_drop=False)
+  return [access.leaf for access in boundary.accesses.values() if not access.is_drop]
+
+
+def _get(leaf: Tensor) -> torch.Tensor | None:
+  _record(leaf, is_drop=False)
+  return gradient_of(leaf)
+
+
+def _set(leaf: Tensor, value: torch.Tensor | None) -> None:
+  _record(leaf, is_drop=True)
+  set_gradient(leaf, value)
+
+
+def _dropping(parameters_of: Callable, original: Callable) -> Callable:
+  """Return `zero_grad` that records drops, since torch's reads each `.grad` first."""
+
+  @functools.wraps(original)
+  def zero_grad(self, set_to_none: bool = True) -> None:
+    if set_to_none:
+      for parameter in parameters_of(self):
+        _record(parameter, is_drop=True)
+    original(self, set_to_none)
+
+  return zero_grad
+
+
+def _follow() -> Callable[[], None]:
+  optimizer, module = torch.optim.Optimizer, torch.nn.Module
+  reason = "gradients that a compiled function drops before it reads them"
+  made = [
+    patch(cls, "zero_grad", _dropping(parameters, cls.zero_grad), reason)
+    for cls, parameters in ((optimizer, parameters_of), (module, module.parameters))
+  ]
+  delete = functools.partial(_set, value=None)
+  tensor: Any = Tensor
+  tensor.grad = property(_get, _set, delete)
+
+  def undo() -> None:
+    del tensor.grad
+    for each in made:
+      each.undo()
+
+  return undo
+
+
+following_gradients = WhileNeeded(_follow)
+"""Context of a trace: accesses to `.grad` are recorded."""
