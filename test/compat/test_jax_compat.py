@@ -314,3 +314,33 @@ def test_gloo_listens_at_the_given_address(monkeypatch):
   registered["cpu"]()
   options = {"distributed_client": None, "hostname": "127.0.0.1"}
   assert made == [{"collectives": options}]
+
+
+# Stand-ins ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [2.5, np.ones(3, np.float32), jax.random.key(0)])
+def test_a_stand_in_is_a_constant_of_an_inner_jaxpr(value):
+  @jax.jit
+  def outer(x):
+    trace, made = jax_compat.current_trace(), []
+
+    def inner():
+      made.extend([jax_compat.stand_in(value, trace) for _ in range(2)])
+      return made
+
+    constants = jax.make_jaxpr(inner)().consts
+    assert list(map(id, constants)) == list(map(id, made))
+    assert made[0] is not made[1] and jax.typeof(made[0]) == jax.typeof(value)
+    return x
+
+  outer(1.0)
+
+
+def test_there_are_stand_ins_only_while_a_jaxpr_is_made():
+  assert jax_compat.current_trace() is None
+  jax.vmap(lambda x: seen.append(jax_compat.current_trace()) or x)(jnp.ones(2))
+  assert seen == [None]
+
+
+seen: list = []

@@ -11,7 +11,6 @@ from torchax.core.boundary import Boundary
 from torchax.core.static_values import Identity
 from torchax.errors import MutationError
 from torchax.tracing.effects import (
-  Captured,
   ClearGradient,
   Effects,
   Reshape,
@@ -123,7 +122,7 @@ def test_effects_without_changes_are_none():
 
 def _collected(change, specialization=ORDINARY, captured=()):
   """Return the changes of an argument that a trace of the function records."""
-  lifted = Captured(list(captured), ())
+  lifted = list(captured)
   with Boundary().enter() as boundary:
     for tensor in captured:
       boundary.lift(tensor._storage, tensor._storage.array, tensor)

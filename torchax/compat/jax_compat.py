@@ -164,6 +164,25 @@ def is_batching(trace: Trace) -> bool:
   return type(trace) is _BatchTrace
 
 
+_set_current_trace = private.find(
+  "jax._src.core.set_current_trace",
+  "tracing a function once that closes over tensors",
+  instead=None,
+)
+
+
+def current_trace() -> Trace | None:
+  """Return the trace in progress if it can have stand-ins, else None."""
+  can_have = _set_current_trace is not None and is_staging()
+  return _trace_context.trace if can_have else None
+
+
+def stand_in(value, trace: Trace) -> jax.Array:
+  """Return a new tracer of a trace, with the shape and dtype of a value."""
+  with _set_current_trace(trace):
+    return jax.lax.optimization_barrier(value)
+
+
 def line_of(source_info, libraries: tuple[str, ...]) -> tuple[str, int] | None:
   """Return file and line of the innermost frame outside of libraries.
 

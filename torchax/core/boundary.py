@@ -8,7 +8,7 @@ the arrays of written shadows as results. `storage.py` has the storages.
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import jax
@@ -75,8 +75,9 @@ class Boundary:
     made: CPU tensors created in the trace, by identity.
     gradients: `.grad` of outer leaves before the trace, by the leaf's identity.
     accesses: first access to the `.grad` of each outer leaf (`tracing/gradients.py`).
+    stand_in: (value, name) -> tracer for an operand that is missing, or None.
     numbers: operands for host numbers, by expression; a number that is no operand yet
-      has its Python value. None if no number becomes an operand.
+      has its Python value or a stand-in. None if no number becomes an operand.
     name: name of the function, for messages.
     is_trace: True if a JAX trace ends with it; False for a part of a larger trace.
     born: weak references to the storages created in it.
@@ -102,6 +103,7 @@ class Boundary:
     self.made: dict[int, object] = {}
     self.gradients: dict[int, Any] = {}
     self.accesses: dict[int, Any] = {}
+    self.stand_in: Callable[[Any, Hashable], Any] | None = None
     self.numbers: dict | None = None
 
   def read(self, storage: Storage, tensor=None) -> jax.Array:
@@ -144,7 +146,10 @@ class Boundary:
       return expression.now() if self.parent is None else self.parent.number(expression)
     value = self.numbers.get(expression)
     if value is None:
-      value = self.numbers[expression] = expression.now()
+      value = expression.now()
+      if self.stand_in is not None:
+        value = self.stand_in(value, expression)
+      self.numbers[expression] = value
     return value
 
   def record_reshape(self, tensor, op, args, kwargs) -> None:
@@ -180,6 +185,8 @@ class Boundary:
       outer = (
         storage.array if self.parent is None else self.parent.read(storage, tensor)
       )
+      if self.stand_in is not None:
+        outer = self.stand_in(outer, storage)
       shadow = self.shadows[id(storage)] = Shadow(storage, outer)
     shadow.is_touched = True
     if tensor is not None and (
@@ -197,7 +204,7 @@ class Boundary:
       yield self
     finally:
       active.boundary = self.parent
-      self.closed = True
+      self.closed, self.stand_in = True, None
       self._end()
 
   def _end(self) -> None:

@@ -7,7 +7,7 @@ finds the changes for `trace.py`; callers of the program apply them with `Effect
 import abc
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import torch
@@ -21,7 +21,7 @@ from torchax.errors import MutationError
 from torchax.tensor import Tensor, new_tensor
 from torchax.tracing.autograd_bridge import Tape
 from torchax.tracing.conversions import tensors_of
-from torchax.tracing.gradients import gradient_of, set_gradient
+from torchax.tracing.gradients import drops, gradient_of, set_gradient
 from torchax.tracing.modules import is_born_in
 from torchax.tracing.specialization import Specialization, is_trained
 
@@ -199,18 +199,6 @@ class Effects:
     return [(change, array) for change, array in pairs if type(change) in kinds]
 
 
-class Captured(NamedTuple):
-  """Captured tensors that are operands of a trace.
-
-  Attributes:
-    tensors: tensors in the order of the operands.
-    gradients: leaves whose `.grad` is an operand too.
-  """
-
-  tensors: list[Tensor]
-  gradients: tuple[Tensor, ...]
-
-
 # In a trace ---------------------------------------------------------------------------
 
 
@@ -219,7 +207,7 @@ def collect(
   inner: list,
   born: list,
   specialization: Specialization,
-  lifted: Captured,
+  captured: Sequence[Tensor],
 ) -> list[tuple[Change, Any]]:
   """Return the changes that a function has made in its trace, with their arrays.
 
@@ -229,7 +217,7 @@ def collect(
     born: storage and chain of each of these leaves when the trace began; None if it is
       no tensor.
     specialization: static part of the call.
-    lifted: captured tensors.
+    captured: captured tensors, those that the trace has met first included.
 
   Raises:
     MutationError: the caller's tensors cannot take over a change.
@@ -259,15 +247,18 @@ def collect(
       "shares as a different view, or that repeats elements, as after `expand`. Pass "
       "the base and take the views inside."
     )
-  return [*found, *_of_captured(boundary, lifted), *reshapes]
+  return [*found, *_of_captured(boundary, captured), *reshapes]
 
 
-def _of_captured(boundary: Boundary, lifted: Captured) -> Iterator[tuple[Change, Any]]:
+def _of_captured(
+  boundary: Boundary, captured: Sequence[Tensor]
+) -> Iterator[tuple[Change, Any]]:
   """Yield the changes of outer storages, and of the `.grad` of outer leaves."""
-  holders = {id(tensor._storage): (tensor, False) for tensor in lifted.tensors}
-  for leaf in lifted.gradients:
+  holders = {id(tensor._storage): (tensor, False) for tensor in captured}
+  leaves = graded_leaves(boundary)
+  for leaf in leaves:
     gradient = boundary.gradients.get(id(leaf))
-    if isinstance(gradient, Tensor):
+    if isinstance(gradient, Tensor) and not drops(boundary, leaf):
       holders[id(gradient._storage)] = (leaf, True)
   for shadow in boundary.changed_shadows():
     holder = holders.get(id(shadow.storage))
@@ -275,16 +266,13 @@ def _of_captured(boundary: Boundary, lifted: Captured) -> Iterator[tuple[Change,
     if holder is not None:
       change = WriteStorage(change.storage, Identity(holder[0]), holder[1])
     yield change, shadow.array
-  leaves = graded_leaves(boundary)
   for leaf in leaves:
     gradient = gradient_of(leaf)
     if is_born_in(gradient, boundary):
       yield SetGradient(Identity(leaf)), gradient.jax()
   for leaf in leaves:
-    access = boundary.accesses.get(id(leaf))
     was_there = boundary.gradients.get(id(leaf)) is not None
-    may_be_there = was_there or (access is not None and access.is_drop)
-    if may_be_there and gradient_of(leaf) is None:
+    if (was_there or drops(boundary, leaf)) and gradient_of(leaf) is None:
       yield ClearGradient(Identity(leaf)), None
 
 

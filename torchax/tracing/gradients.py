@@ -56,6 +56,12 @@ def _record(leaf: Any, is_drop: bool) -> None:
     boundary = boundary.parent
 
 
+def drops(boundary: Boundary, leaf: Tensor) -> bool:
+  """Return True if a trace drops the `.grad` of a leaf before it reads it."""
+  access = boundary.accesses.get(id(leaf))
+  return access is not None and access.is_drop
+
+
 def read_leaves(boundary: Boundary, leaves: list[Tensor]) -> list[Tensor]:
   """Return the outer leaves whose `.grad` before the trace matters to it.
 

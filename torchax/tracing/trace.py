@@ -51,13 +51,13 @@ from torchax.tracing.captures import (
 )
 from torchax.tracing.conversions import arrays_of
 from torchax.tracing.effects import (
-  Captured,
   Effects,
   WriteArgument,
   collect,
   drop_traced_grads,
   trained_leaves,
 )
+from torchax.tracing.first_trace import FirstTrace, Operands
 from torchax.tracing.gradients import (
   following_gradients,
   gradient_of,
@@ -138,6 +138,8 @@ class Traced:
     self.history = History(self.__name__)
     self.keyed = KeyedFunction(self._run)
     self.keyed.__name__ = self.__name__
+    # First trace to replay, now that its operands were added.
+    self._first: FirstTrace | None = None
     # True while a trace is repeated because a module was imported in it.
     self._repeats_import = False
     # The last call's specialization: its attributes, and the interned object.
@@ -214,9 +216,19 @@ class Traced:
       `(out, effects)`, the advance of the streams, and callbacks that add the operands
       found missing. If there are any callbacks, discard the trace, run them, retrace.
     """
+    result, needs, _ = self._attempt(None, rng, operands, args, kwargs)
+    return *result, needs
+
+  def _attempt(
+    self, stand_in: Callable | None, rng, operands: tuple, args: tuple, kwargs: dict
+  ) -> tuple[tuple, list[Callable], bool]:
+    """Return `(result, advance)`, callbacks, and if they add captured values only."""
     needs: list[Callable] = []
-    result, advance, met = self.keyed.attempt(rng, needs, operands, *args, **kwargs)
-    return result, advance, [*needs, *met]
+    result, advance, met = self.keyed.attempt(
+      rng, needs, stand_in, operands, *args, **kwargs
+    )
+    is_replayable = not met and not self._repeats_import
+    return (result, advance), [*needs, *met], is_replayable
 
   def __call__(self, rng, operands: tuple, *args, **kwargs):
     """Return `((out, effects), advance)` of a trace that has all its operands.
@@ -224,18 +236,50 @@ class Traced:
     Raises:
       NewOperands: an operand was missing; retrace after adding it.
     """
+    first, self._first = self._first, None
+    named = self._named(rng, operands, args, kwargs)
+    if first is not None and first.applies_to(named):
+      return first.replay(named)
+    if self.options.lifts_numbers and not self.history.count:
+      jax_trace = jax_compat.current_trace()
+      if jax_trace is not None:
+        return self._record_first(jax_trace, named, rng, operands, args, kwargs)
     result, advance, needs = self.trace(rng, operands, *args, **kwargs)
     if needs:
       raise NewOperands(needs)
     return result, advance
 
-  def _run(self, needs: list[Callable], operands: tuple, *args, **kwargs):
+  def _record_first(self, jax_trace, named: Operands, *given):
+    needs: list[Callable] = []
+    is_replayable = True
+
+    def run(stand_in):
+      nonlocal needs, is_replayable
+      result, needs, is_replayable = self._attempt(stand_in, *given)
+      return result
+
+    first = FirstTrace(run, named, jax_trace)
+    if needs:
+      self._first = first if is_replayable else None
+      raise NewOperands(needs)
+    return first.replay(named)
+
+  def _named(self, rng, operands: tuple, args: tuple, kwargs: dict) -> Operands:
+    captured, specialization, *numbers = operands
+    specialization = specialization or ORDINARY
+    key = specialization.captures
+    tensors = [] if key is None else key.tensors
+    arrays = {t._storage: array for t, array in zip(tensors, captured)}
+    arrays |= zip(self.numbers.expressions, numbers)
+    return Operands.of(rng, (args, kwargs), arrays, specialization)
+
+  def _run(self, needs: list[Callable], stand_in, operands: tuple, *args, **kwargs):
     captured, specialization, *numbers = operands
     specialization = specialization or ORDINARY
     key = specialization.captures
     tensors = [] if key is None else key.tensors[: len(captured)]
-    lifted = Captured(tensors, tuple(self.captures.gradients))
     boundary = self._new_boundary(numbers)
+    boundary.stand_in = stand_in
     boundary.gradients = {id(t): gradient_of(t) for t in tensors if is_trained(t)}
     with self._tracing(boundary):
       for tensor, array in zip(tensors, captured):
@@ -250,16 +294,18 @@ class Traced:
       arrays = arrays_of(out)
       assigned = boundary.attributes.extract(boundary, self.options.assigns)
       needs += self._follow_gradients(boundary)
-      changes = collect(boundary, inner, born, specialization, lifted)
+      missing = self.captures.missing(boundary, tensors) if self.options.lifts else []
+      changes = collect(boundary, inner, born, specialization, [*tensors, *missing])
       effects = Effects.of(changes, assigned)
       effects.environments = environments_of_results(out)
-      if specialization.wants_grad is not None:
+      wants_grad = specialization.wants_grad is not None
+      if wants_grad or (stand_in is not None and boundary.roots):
         outputs = jax.tree.leaves(out, is_leaf=is_tensor)
         outputs += [value for _, value in assigned]
         effects.tape = self._tape(effects, outputs, inner, specialization, boundary)
       self._require_outside_graph(boundary)
     if self.options.lifts:
-      needs += self._needs(boundary, tensors)
+      needs += self._needs(boundary, tensors, missing)
       written = [shadow.storage for shadow in boundary.changed_shadows()]
       self.guards.follow_attributes([*self.captures.storages, *written])
     return arrays, effects.or_none()
@@ -438,7 +484,9 @@ class Traced:
       follow()
     return []
 
-  def _needs(self, boundary: Boundary, lifted: list[Tensor]) -> list[Callable]:
+  def _needs(
+    self, boundary: Boundary, lifted: list[Tensor], missing: list[Tensor]
+  ) -> list[Callable]:
     """Return callbacks that add the operands found missing in a trace.
 
     One of them drops wrong guesses of captured tensors.
@@ -451,7 +499,7 @@ class Traced:
     numbers = [n for n in boundary.numbers or () if n not in self.numbers.expressions]
     if numbers:
       needs.append(functools.partial(self.numbers.add, numbers))
-    missing = captures.missing(boundary, lifted)
+    missing = missing + captures.missing(boundary, [*lifted, *missing])
     if missing:
       roots = list((boundary.roots or {}).values())
       needs.append(functools.partial(captures.add, missing, roots))
