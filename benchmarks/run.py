@@ -19,6 +19,7 @@ from benchmarks import (
   compiling,
   depth,
   eager,
+  first_step,
   host,
   lengths,
   operators,
@@ -31,8 +32,8 @@ _OUT = flags.DEFINE_string("out", "output/benchmarks.json", "Path of the JSON.")
 _ONLY = flags.DEFINE_list(
   "only",
   [],
-  "Groups to run: eager, host, operators, calls, train_step, compiled, compiling, "
-  "lengths, sharding, depth.",
+  "Groups to run: eager, host, operators, calls, train_step, first_step, compiled, "
+  "compiling, lengths, sharding, depth.",
 )
 _GROUPS = {
   "eager": eager,
@@ -40,6 +41,7 @@ _GROUPS = {
   "operators": operators,
   "calls": calls,
   "train_step": train_step,
+  "first_step": first_step,
   "compiled": compiled,
   "compiling": compiling,
   "lengths": lengths,
