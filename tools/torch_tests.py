@@ -297,10 +297,14 @@ def stale_expectations(
   return [e for e in expectations if not any(e.matches(outcome) for outcome in used)]
 
 
-def render(judgements: list[Judgement], sample: int | None) -> str:
-  """Return the table of the page: a row for each file and mode, and for all files."""
-  size = f"{sample} of each" if sample else "all tests"
-  header = [f"file ({size})", "dtypes", "run", "passed", "expected", "faults", "slow"]
+def render(judgements: list[Judgement], samples: dict[str, int | None]) -> str:
+  """Return the table of the page: a row for each file and mode, and for all files.
+
+  Args:
+    judgements: those of all files.
+    samples: file -> number of tests in its sample, or None for all tests.
+  """
+  header = ["file", "tests", "dtypes", "run", "passed", "expected", "faults", "slow"]
   groups: dict[tuple[str, str], list[Judgement]] = collections.defaultdict(list)
   for judgement in judgements:
     # These tests have no result to compare, and are not counted.
@@ -316,20 +320,29 @@ def render(judgements: list[Judgement], sample: int | None) -> str:
     said = [f"{count} {reason}" for reason, count in reasons.most_common()]
     numbers = [str(kinds[kind]) for kind in ("fault", "slow")]
     passed = str(kinds["passed"])
-    rows.append([file, mode, str(len(group)), passed, "<br>".join(said), *numbers])
+    sample = samples.get(file)
+    size = "" if file == "all" else f"{sample} of the file" if sample else "all"
+    row = [file, size, mode, str(len(group)), passed, "<br>".join(said), *numbers]
+    rows.append(row)
   return tables.markdown(header, rows)
 
 
-def _append(report: pathlib.Path, file: str, records: list[Record]) -> None:
-  line = {"file": file, "records": [dataclasses.asdict(record) for record in records]}
+def _append(
+  report: pathlib.Path, file: str, sample: int | None, records: list[Record]
+) -> None:
+  found = [dataclasses.asdict(record) for record in records]
+  line = {"file": file, "sample": sample, "records": found}
   with report.open("a", encoding="utf-8") as stream:
     stream.write(json.dumps(line) + "\n")
 
 
-def _read(report: pathlib.Path) -> dict[str, list[Record]]:
-  """Return file -> records of a report."""
+def _read(report: pathlib.Path) -> dict[str, tuple[int | None, list[Record]]]:
+  """Return file -> (size of its sample, records) of a report."""
   lines = map(json.loads, report.read_text(encoding="utf-8").splitlines())
-  return {line["file"]: list(map(_record, line["records"])) for line in lines}
+  return {
+    line["file"]: (line["sample"], list(map(_record, line["records"])))
+    for line in lines
+  }
 
 
 def _record(fields: dict) -> Record:
@@ -352,7 +365,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
   parser.add_argument("--expectations", type=pathlib.Path, default=EXPECTATIONS)
   parser.add_argument("--output", type=pathlib.Path, default=OUTPUT)
   parser.add_argument(
-    "--resume", action="store_true", help="keep the files that are in the output"
+    "--resume", action="store_true", help="keep the files in the output as they are"
   )
   parser.add_argument("--page", type=pathlib.Path)
   return parser.parse_args(arguments)
@@ -387,9 +400,11 @@ def main(arguments: list[str]) -> int:
 
   def run(file: str) -> list[Judgement]:
     if file not in found:
-      found[file] = compare_file(file, folder, modes, chosen.sample, chosen.time_limit)
-      _append(report, file, found[file])
-    judgements = [judge(record, expectations) for record in found[file]]
+      sample = chosen.sample
+      records = compare_file(file, folder, modes, sample, chosen.time_limit)
+      found[file] = sample, records
+      _append(report, file, sample, records)
+    judgements = [judge(record, expectations) for record in found[file][1]]
     for judgement in judgements:
       if judgement.kind in ("fault", "slow"):
         mode, here = judgement.record.mode, judgement.record.here
@@ -399,7 +414,7 @@ def main(arguments: list[str]) -> int:
 
   with concurrent.futures.ThreadPoolExecutor(chosen.jobs) as pool:
     judgements = [judgement for ran in pool.map(run, files) for judgement in ran]
-  table = render(judgements, chosen.sample)
+  table = render(judgements, {file: sample for file, (sample, _) in found.items()})
   print(table)
   if chosen.page:
     page = chosen.page.read_text(encoding="utf-8")
