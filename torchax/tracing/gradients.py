@@ -46,7 +46,8 @@ class FirstAccess(NamedTuple):
 def _record(leaf: Any, is_drop: bool) -> None:
   """Record an access in all active boundaries that the leaf outlives."""
   boundary = active.boundary
-  if boundary is None or not (isinstance(leaf, Tensor) and leaf.is_leaf):
+  # Tensors of the CPU and those that Dynamo traces have no storage of ours.
+  if boundary is None or not (hasattr(leaf, "_storage") and leaf.is_leaf):
     return
   gradient = gradient_of(leaf)
   while boundary is not None and leaf._storage.birth is not boundary:
