@@ -552,5 +552,5 @@ def test_raw_transformation_raises_for_draws_and_updates(mask, net, ones, x, env
 
 def test_missing_flax_raises_import_error(env, x, monkeypatch):
   monkeypatch.setitem(sys.modules, "flax", None)
-  with pytest.raises(ImportError, match=r"torchax\[flax\]"):
+  with pytest.raises(ImportError, match='pip install "flax>='):
     FlaxNNModule(env, Net(), (x,))

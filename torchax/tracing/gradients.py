@@ -52,7 +52,7 @@ def _record(leaf: Any, is_drop: bool) -> None:
   gradient = gradient_of(leaf)
   while boundary is not None and leaf._storage.birth is not boundary:
     before = None if is_born_in(gradient, boundary) else gradient
-    boundary.gradients.setdefault(id(leaf), before)
+    gradient = boundary.gradients.setdefault(id(leaf), before)
     boundary.accesses.setdefault(id(leaf), FirstAccess(leaf, is_drop))
     boundary = boundary.parent
 
