@@ -59,10 +59,10 @@ $(STAMP): pyproject.toml constraints.txt torchax/version.py
 	@# torch by itself first, at its pinned version: nothing else may choose a build.
 	$(PIP) install --quiet --constraint constraints.txt setuptools wheel torch
 	$(PIP) install --quiet --constraint constraints.txt --no-build-isolation \
-	  --editable '.[dev]'
+	  --editable '.[all]'
 	touch $@
 
-# The libraries of the extra that is not in 'dev'; torch stays at its pinned version.
+# The libraries of the extra that is not in 'all'; torch stays at its pinned version.
 ECOSYSTEM := $(VENV)/.ecosystem
 $(ECOSYSTEM): $(STAMP)
 	$(PIP) install --quiet --constraint constraints.txt --no-build-isolation \
