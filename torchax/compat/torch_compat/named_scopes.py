@@ -73,10 +73,15 @@ def of_backward(outputs: Sequence) -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def _named_nodes(outputs: Sequence) -> Iterator[None]:
   log, handles = list(_log.get() or ()), []
+  _, outer = log[-1]
   with contextlib.ExitStack() as scope:
     for node in _nodes(outputs):
       index = bisect.bisect_right(log, node._sequence_nr(), key=operator.itemgetter(0))
-      name = transposed(log[index - 1][1] if index else "")
+      path = log[index - 1][1] if index else ""
+      # The gradient of a gradient is computed in the scope that its node has recorded.
+      is_inner = bool(outer) and f"{path}/".startswith(f"{outer}/")
+      inner = path.removeprefix(outer).removeprefix("/") if is_inner else path
+      name = transposed(inner) if inner or not outer else ""
 
       def enter(_, name=name):
         scope.close()
