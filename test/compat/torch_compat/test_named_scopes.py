@@ -172,6 +172,36 @@ def test_eager_modules_and_warm_calls_enter_no_scope(monkeypatch):
   assert not entered
 
 
+class Nested(torch.autograd.Function):
+  """Function whose backward differentiates the function itself, `depth` times."""
+
+  @staticmethod
+  def forward(ctx, x, depth):
+    ctx.depth = depth
+    ctx.save_for_backward(x)
+    return 2 * x
+
+  @staticmethod
+  def backward(ctx, gradient):
+    if not ctx.depth:
+      return 2 * gradient, None
+    with torch.enable_grad():
+      x = ctx.saved_tensors[0].detach().requires_grad_()
+      y = Nested.apply(x, ctx.depth - 1)
+    return *torch.autograd.grad(y, x, gradient), None
+
+
+def test_names_of_nested_backward_passes_stay_short(names):
+  class Layer(torch.nn.Module):
+    def forward(self, x):
+      return Nested.apply(x, 10)
+
+  model = torch.nn.Sequential(Layer())
+  x = ones().requires_grad_()
+  jax_jit(lambda x: torch.autograd.grad(model(x).sum(), x))(x)
+  assert max(map(len, names())) < 200
+
+
 def test_scope_ends_after_an_exception(names):
   class Fails(torch.nn.Module):
     def forward(self, x):
