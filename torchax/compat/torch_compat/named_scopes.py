@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
-from torchax.compat import jax_compat, private
+from torchax.compat import private
 
 _NAMES = "names of modules in compiled backward passes"
 _next_node = private.find("torch.autograd._get_sequence_nr", _NAMES, instead=lambda: 0)
@@ -65,8 +65,7 @@ def of_backward(outputs: Sequence) -> contextlib.AbstractContextManager[None]:
 
   Its operations have JAX's names for gradients: "transpose(jvp(layers.0))/linear1".
   """
-  # With hooks on its nodes, a partitioned step has one more reduction.
-  if _node_number is None or not is_recording() or jax_compat.is_divisible():
+  if _node_number is None or not is_recording():
     return contextlib.nullcontext()
   return _named_nodes(outputs)
 
