@@ -41,6 +41,7 @@ def ones(device="jax"):
 @pytest.fixture
 def names(tmp_path):
   """Return a function: names of the operations in the programs compiled so far."""
+  torch.compiler.reset()  # it would reuse graphs of other tests
   jax.config.update("jax_dump_ir_to", str(tmp_path))
 
   def read() -> set[str]:
