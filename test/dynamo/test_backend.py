@@ -29,7 +29,7 @@ def test_backend_is_found_by_name():
 
 
 def _in_arithmetic(x, n):
-  return x * n + (n + 1), n - x, x / n, x < n, x * (n * 2)
+  return x * n + 2, n - x, x / n, x < n
 
 
 @pytest.mark.parametrize(
@@ -46,6 +46,16 @@ def test_integers_in_arithmetic_compile_one_program(function, programs):
     for n in (3, 5, 7, -2, 2**40):
       torch.testing.assert_close(run(X, n), function(X, n))
   assert len(events) == programs
+
+
+@pytest.mark.parametrize("device", ["cpu", "jax"])
+def test_products_of_integers_may_exceed_32_bits(device):
+  def function(x, n):
+    return x * (n * n) + n * 10**6
+
+  run = compiled(function)
+  for n in (3, 5, 100_000):
+    torch.testing.assert_close(run(X.to(device), n).cpu(), function(X, n))
 
 
 def test_integers_of_gradients_compile_one_program():

@@ -70,7 +70,7 @@ def take_integers(graph: fx.Graph) -> dict[int, Use]:
       uses[position] = Use.OPERAND
     elif all(_is_power(user, node) for user in node.users):
       uses[position] = Use.EXPONENT
-    elif all(_is_bound(user) for user in node.users):
+    elif all(_is_bound(user) or _is_scaled(user) for user in node.users):
       uses[position] = Use.HOST
   for node in list(graph.nodes):
     _rewrite_indexing(node)
@@ -86,22 +86,13 @@ def fits_int32(number) -> bool:
   return type(number) is float or -(2**31) <= number < 2**31
 
 
-def is_operand(number: fx.Node, is_input: bool = True) -> bool:
+def is_operand(number: fx.Node) -> bool:
   """Return True if an integer of a graph of ATen operations may be an operand.
 
-  Then only operations that are exact for integers use it.
-
-  Args:
-    number: the node.
-    is_input: True for an input; the graph may return it.
+  Then the graph returns it, or has it as a factor, term or bound of a comparison.
   """
   return bool(number.users) and all(
-    is_input
-    if user.op == "output"
-    else is_operand(user, is_input=False)
-    if user.target in _EXACT
-    else _is_number_of(user, number)
-    for user in number.users
+    user.op == "output" or _is_number_of(user, number) for user in number.users
   )
 
 
@@ -183,6 +174,14 @@ def _is_power(user: fx.Node, exponent: fx.Node) -> bool:
   return power is exponent and bool(tensors) and tensors[0].is_floating_point()
 
 
+def _is_scaled(user: fx.Node) -> bool:
+  """Return True for arithmetic with floating-point tensors, also of derived numbers."""
+  if isinstance(example(user), torch.SymInt):
+    return user.target in _SUMS and all(map(_is_scaled, user.users))
+  tensors = [t for n in user.all_input_nodes for t in _tensors(n)]
+  return _scales(user) and all(t.is_floating_point() for t in tensors)
+
+
 def _is_bound(user: fx.Node) -> bool:
   """Return True for a clamp or masked fill of a floating-point tensor."""
   tensors = [t for n in user.all_input_nodes for t in _tensors(n)]
@@ -193,12 +192,15 @@ def _is_bound(user: fx.Node) -> bool:
 # Positions ----------------------------------------------------------------------------
 
 
-def _takes_integer(user: fx.Node, number: fx.Node) -> bool:
-  """Return True if another integer would not change the program."""
+def _takes_integer(user: fx.Node, number: fx.Node, is_derived: bool = False) -> bool:
+  """Return True if another integer would not change the program.
+
+  A derived number may need more than 32 bits, unless it is a position.
+  """
   if isinstance(example(user), torch.SymInt):
     is_sum = user.target in _SUMS
-    return is_sum and all(_takes_integer(later, user) for later in user.users)
-  return _scales(user) or _is_position(user, number)
+    return is_sum and all(_takes_integer(later, user, True) for later in user.users)
+  return _is_position(user, number) or (not is_derived and _scales(user))
 
 
 def _is_position(user: fx.Node, number: fx.Node) -> bool:
