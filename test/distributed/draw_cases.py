@@ -46,7 +46,7 @@ def draws_of_every_generator_equal_one_device():
 def only_rbg_warns_on_a_mesh_and_once():
   for impl in GENERATORS:
     for function in (F.dropout, jax_jit(F.dropout)):
-      sampling._Warned.of_shards = False
+      sampling._warn_of_shards.cache_clear()
       with warnings.catch_warnings(record=True) as caught, _environment(impl):
         warnings.simplefilter("always")
         if function is F.dropout:

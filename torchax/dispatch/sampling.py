@@ -4,6 +4,7 @@
 and records the draw in the ledger.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -19,30 +20,27 @@ from torchax.rng.ledger import Recording
 _SHARD_DEPENDENT = ("rbg", "unsafe_rbg")
 
 
-class _Warned:
-  of_shards = False
-
-
-def _warn_of_shards(key: jax.Array, result) -> None:
-  """Warn, once per process, of a draw by `rbg` that several devices may share."""
-  if _Warned.of_shards or not _may_be_sharded(result):
+def _check_shards(key: jax.Array, result) -> None:
+  """Warn of a draw whose numbers can depend on the number of shards."""
+  array = result[0] if isinstance(result, tuple) else result
+  is_traced = isinstance(array, jax.core.Tracer)
+  if is_traced and not jax_compat.is_divisible():
+    return
+  if not is_traced and placement.several_device_sharding(array) is None:
     return
   impl = str(jax.random.key_impl(key))
   if impl in _SHARD_DEPENDENT:
-    _Warned.of_shards = True
-    user_code.warn(
-      f"A stream of {impl} draws on a mesh. Its numbers can depend on the number of "
-      "shards: under vmap, and with --xla_tpu_spmd_rng_bit_generator_unsafe. Use "
-      'Configuration(prng_impl="threefry2x32") for the numbers of one device.',
-      UserWarning,
-    )
+    _warn_of_shards(impl)
 
 
-def _may_be_sharded(result) -> bool:
-  array = result[0] if isinstance(result, tuple) else result
-  if isinstance(array, jax.core.Tracer):
-    return jax_compat.is_divisible()
-  return placement.several_device_sharding(array) is not None
+@functools.cache  # once per process
+def _warn_of_shards(impl: str) -> None:
+  user_code.warn(
+    f"A stream of {impl} draws on a mesh. Its numbers can depend on the number of "
+    "shards: under vmap, and with --xla_tpu_spmd_rng_bit_generator_unsafe. Use "
+    'Configuration(prng_impl="threefry2x32") for the numbers of one device.',
+    UserWarning,
+  )
 
 
 class Sampling:
@@ -88,7 +86,7 @@ class Sampling:
     with stream.lock:
       draw = stream.peek(self.name)
       result = execute([*draw, *operands])
-      _warn_of_shards(draw[0], result)
+      _check_shards(draw[0], result)
       if Recording.count or stream.log is not None:
         recorded = recorded_arguments.plain(args, kwargs)
         stream.record_draw(self.name, self._distribution(args), result, recorded)
