@@ -73,8 +73,8 @@ class Boundary:
     attributes: attributes of modules and optimizers when the trace began
       (`tracing/modules.py`); None if they are not tracked.
     made: CPU tensors created in the trace, by identity.
-    gradients: `.grad` of outer leaves before the trace, by the leaf's identity.
-    accesses: first access to the `.grad` of each outer leaf (`tracing/gradients.py`).
+    gradients: `.grad` of outer leaves before the trace (`tracing/gradients.py`), by
+      the leaf's identity.
     stand_in: (value, name) -> tracer for an operand that is missing, or None.
     numbers: operands for host numbers, by expression; a number that is no operand yet
       has its Python value or a stand-in. None if no number becomes an operand.
@@ -102,7 +102,6 @@ class Boundary:
     self.attributes: Any = None
     self.made: dict[int, object] = {}
     self.gradients: dict[int, Any] = {}
-    self.accesses: dict[int, Any] = {}
     self.stand_in: Callable[[Any, Hashable], Any] | None = None
     self.numbers: dict | None = None
 

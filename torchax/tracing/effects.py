@@ -21,7 +21,7 @@ from torchax.errors import MutationError
 from torchax.tensor import Tensor, new_tensor
 from torchax.tracing.autograd_bridge import Tape
 from torchax.tracing.conversions import tensors_of
-from torchax.tracing.gradients import drops, gradient_of, set_gradient
+from torchax.tracing.gradients import LeafGradient, gradient_of, set_gradient
 from torchax.tracing.modules import is_born_in
 from torchax.tracing.specialization import Specialization, is_trained
 
@@ -255,25 +255,24 @@ def _of_captured(
 ) -> Iterator[tuple[Change, Any]]:
   """Yield the changes of outer storages, and of the `.grad` of outer leaves."""
   holders = {id(tensor._storage): (tensor, False) for tensor in captured}
-  leaves = graded_leaves(boundary)
-  for leaf in leaves:
-    gradient = boundary.gradients.get(id(leaf))
-    if isinstance(gradient, Tensor) and not drops(boundary, leaf):
-      holders[id(gradient._storage)] = (leaf, True)
+  gradients = leaf_gradients(boundary)
+  for each in gradients:
+    if isinstance(each.before, Tensor) and not each.is_dropped:
+      holders[id(each.before._storage)] = (each.leaf, True)
   for shadow in boundary.changed_shadows():
     holder = holders.get(id(shadow.storage))
     change = WriteStorage(Identity(shadow.storage))
     if holder is not None:
       change = WriteStorage(change.storage, Identity(holder[0]), holder[1])
     yield change, shadow.array
-  for leaf in leaves:
-    gradient = gradient_of(leaf)
+  for each in gradients:
+    gradient = gradient_of(each.leaf)
     if is_born_in(gradient, boundary):
-      yield SetGradient(Identity(leaf)), gradient.jax()
-  for leaf in leaves:
-    was_there = boundary.gradients.get(id(leaf)) is not None
-    if (was_there or drops(boundary, leaf)) and gradient_of(leaf) is None:
-      yield ClearGradient(Identity(leaf)), None
+      yield SetGradient(Identity(each.leaf)), gradient.jax()
+  for each in gradients:
+    was_there = each.before is not None
+    if (was_there or each.is_dropped) and gradient_of(each.leaf) is None:
+      yield ClearGradient(Identity(each.leaf)), None
 
 
 def _rebound(name: str, tensor: Tensor, storage: Storage, chain: Chain) -> jax.Array:
@@ -297,16 +296,16 @@ def trained_leaves(boundary: Boundary) -> list[Tensor]:
   return [t for t in tensors if t is not None and is_trained(t)]
 
 
-def graded_leaves(boundary: Boundary) -> list[Tensor]:
-  """Return the outer leaves whose `.grad` a trace may have changed."""
-  accessed = {key: access.leaf for key, access in boundary.accesses.items()}
-  met = {id(leaf): leaf for leaf in trained_leaves(boundary)}
-  return list({**met, **accessed}.values())
+def leaf_gradients(boundary: Boundary) -> list[LeafGradient]:
+  """Return the `.grad` of the outer leaves that a trace may have changed."""
+  met = {id(leaf): LeafGradient(leaf, None) for leaf in trained_leaves(boundary)}
+  return list({**met, **boundary.gradients}.values())
 
 
 def drop_traced_grads(boundary: Boundary) -> None:
   """Restore the `.grad` of outer leaves that the trace has set or cleared."""
-  for leaf in graded_leaves(boundary):
-    before, gradient = boundary.gradients.get(id(leaf)), gradient_of(leaf)
-    if is_born_in(gradient, boundary) or (gradient is None and before is not None):
-      set_gradient(leaf, before)
+  for each in leaf_gradients(boundary):
+    gradient = gradient_of(each.leaf)
+    is_cleared = gradient is None and each.before is not None
+    if is_cleared or is_born_in(gradient, boundary):
+      set_gradient(each.leaf, each.before)

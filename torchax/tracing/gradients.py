@@ -9,9 +9,10 @@ While a function is traced, a property of `Tensor` records Python's first access
 its result. `captures.py` has the key; `effects.py` returns the new gradients.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -31,16 +32,20 @@ set_gradient: Callable[[Any, Any], None] = _grad.__set__
 """Set the `.grad` of a leaf without recording the access."""
 
 
-class FirstAccess(NamedTuple):
-  """First access of a trace to the `.grad` of an outer leaf.
+@dataclasses.dataclass
+class LeafGradient:
+  """`.grad` of an outer leaf in a trace.
 
   Attributes:
     leaf: the leaf.
-    is_drop: the access replaces the `.grad` without reading it.
+    before: its `.grad` before the trace.
+    is_dropped: True if the first access of the trace replaces the `.grad`, False if it
+      reads it; None without an access.
   """
 
   leaf: Tensor
-  is_drop: bool
+  before: Any
+  is_dropped: bool | None = None
 
 
 def _record(leaf: Any, is_drop: bool) -> None:
@@ -52,15 +57,11 @@ def _record(leaf: Any, is_drop: bool) -> None:
   gradient = gradient_of(leaf)
   while boundary is not None and leaf._storage.birth is not boundary:
     before = None if is_born_in(gradient, boundary) else gradient
-    gradient = boundary.gradients.setdefault(id(leaf), before)
-    boundary.accesses.setdefault(id(leaf), FirstAccess(leaf, is_drop))
+    found = boundary.gradients.setdefault(id(leaf), LeafGradient(leaf, before))
+    if found.is_dropped is None:
+      found.is_dropped = is_drop
+    gradient = found.before
     boundary = boundary.parent
-
-
-def drops(boundary: Boundary, leaf: Tensor) -> bool:
-  """Return True if a trace drops the `.grad` of a leaf before it reads it."""
-  access = boundary.accesses.get(id(leaf))
-  return access is not None and access.is_drop
 
 
 def read_leaves(boundary: Boundary, leaves: list[Tensor]) -> list[Tensor]:
@@ -77,7 +78,7 @@ def read_leaves(boundary: Boundary, leaves: list[Tensor]) -> list[Tensor]:
       is_touched = shadow is not None and shadow.is_touched
       if is_touched or is_born_in(gradient, boundary):  # `backward` has added to it
         _record(leaf, is_drop=False)
-  return [access.leaf for access in boundary.accesses.values() if not access.is_drop]
+  return [each.leaf for each in boundary.gradients.values() if each.is_dropped is False]
 
 
 def _get(leaf: Tensor) -> torch.Tensor | None:

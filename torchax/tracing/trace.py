@@ -59,6 +59,7 @@ from torchax.tracing.effects import (
 )
 from torchax.tracing.first_trace import FirstTrace, Operands
 from torchax.tracing.gradients import (
+  LeafGradient,
   following_gradients,
   gradient_of,
   read_leaves,
@@ -280,7 +281,9 @@ class Traced:
     tensors = [] if key is None else key.tensors[: len(captured)]
     boundary = self._new_boundary(numbers)
     boundary.stand_in = stand_in
-    boundary.gradients = {id(t): gradient_of(t) for t in tensors if is_trained(t)}
+    boundary.gradients = {
+      id(t): LeafGradient(t, gradient_of(t)) for t in tensors if is_trained(t)
+    }
     with self._tracing(boundary):
       for tensor, array in zip(tensors, captured):
         boundary.lift(tensor._storage, array, tensor)
@@ -478,7 +481,7 @@ class Traced:
     read = read_leaves(boundary, trained_leaves(boundary))
     new = [leaf for leaf in read if id(leaf) not in self.captures.graded]
     follow = functools.partial(self.captures.add_graded, new)
-    if any(boundary.gradients[id(leaf)] is not None for leaf in new):
+    if any(boundary.gradients[id(leaf)].before is not None for leaf in new):
       return [follow]
     if new:
       follow()
