@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from torch import nn, optim
+from tracing.steps import training_step
 
 import torchax
 from torchax.compat import jax_compat
@@ -34,14 +35,6 @@ def _tensor(*values: float) -> torch.Tensor:
   return torch.tensor(values, device="jax")
 
 
-def _step(model, optimizer, x):
-  optimizer.zero_grad()
-  loss = model(x).square().sum()
-  loss.backward()
-  optimizer.step()
-  return loss.detach()
-
-
 def _training(make):
   torch.manual_seed(0)
   model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(), nn.Linear(3, 3)).to("jax")
@@ -61,7 +54,7 @@ def test_a_training_step_is_traced_once_and_draws_as_eager(make):
   x, results = torch.ones(2, 3, device="jax"), []
   for is_compiled in (False, True):
     model, optimizer = _training(make)
-    step = _counting(functools.partial(_step, model, optimizer))
+    step = _counting(functools.partial(training_step, model, optimizer))
     run = jax_jit(step) if is_compiled else step
     torch.manual_seed(1)
     results.append([*[run(x) for _ in range(3)], *model.parameters()])

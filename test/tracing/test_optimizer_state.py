@@ -11,6 +11,7 @@ import torch
 from compare import assert_same
 from torch import nn, optim
 from torch.optim.optimizer import _global_optimizer_pre_hooks
+from tracing.steps import training_step
 
 import torchax
 from torchax.errors import TracedStateError
@@ -53,14 +54,6 @@ def _model() -> nn.Module:
   return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
 
 
-def _step(model, optimizer, x):
-  optimizer.zero_grad()
-  loss = model(x).square().sum()
-  loss.backward()
-  optimizer.step()
-  return loss.detach()
-
-
 def _state(optimizer) -> dict:
   return torch.utils._pytree.tree_map(
     lambda value: value.detach().cpu() if isinstance(value, torch.Tensor) else value,
@@ -76,13 +69,13 @@ def test_compiling_the_first_step_trains_as_torch(name):
     expected_optimizer = make(expected.parameters())
     expected_schedule = optim.lr_scheduler.ExponentialLR(expected_optimizer, 0.5)
     for _ in range(STEPS):
-      _step(expected, expected_optimizer, X)
+      training_step(expected, expected_optimizer, X)
       expected_schedule.step()
     model = _model()
   model = model.to("jax")
   optimizer = make(model.parameters())
   schedule = optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-  step = jax_jit(lambda x: _step(model, optimizer, x))
+  step = jax_jit(lambda x: training_step(model, optimizer, x))
   counts, x = [], X.to("jax")
   for _ in range(STEPS):
     step(x)
@@ -127,10 +120,10 @@ def test_custom_optimizer_creates_state_in_a_compiled_step():
   optimizer = OwnOptimizer(model.parameters(), True)
   eager = _model().to("jax")
   eager_optimizer = OwnOptimizer(eager.parameters(), True)
-  step = jax_jit(lambda x: _step(model, optimizer, x))
+  step = jax_jit(lambda x: training_step(model, optimizer, x))
   for _ in range(STEPS):
     torch.testing.assert_close(
-      step(X.to("jax")), _step(eager, eager_optimizer, X.to("jax"))
+      step(X.to("jax")), training_step(eager, eager_optimizer, X.to("jax"))
     )
   torch.testing.assert_close(_state(optimizer), _state(eager_optimizer))
   assert all(entry["count"] == STEPS for entry in optimizer.state.values())
@@ -149,19 +142,19 @@ def test_a_count_on_the_host_raises_and_keeps_the_state(make):
   model = _model().to("jax")
   optimizer = make(model)
   with pytest.raises(TracedStateError, match=f"{type(optimizer).__name__} keeps '"):
-    jax_jit(lambda x: _step(model, optimizer, x))(X.to("jax"))
+    jax_jit(lambda x: training_step(model, optimizer, x))(X.to("jax"))
   assert not optimizer.state
 
 
 def test_a_step_in_nested_compiled_functions_creates_state():
   model = _model().to("jax")
   optimizer = OPTIMIZERS["SGD, dampening"](model.parameters())
-  inner = jax_jit(lambda x: _step(model, optimizer, x))
+  inner = jax_jit(lambda x: training_step(model, optimizer, x))
   outer = jax_jit(lambda x: inner(x) * 2)
   eager = _model().to("jax")
   eager_optimizer = OPTIMIZERS["SGD, dampening"](eager.parameters())
   for _ in range(3):
-    expected = _step(eager, eager_optimizer, X.to("jax")) * 2
+    expected = training_step(eager, eager_optimizer, X.to("jax")) * 2
     torch.testing.assert_close(outer(X.to("jax")), expected)
   torch.testing.assert_close(_state(optimizer), _state(eager_optimizer))
 
@@ -174,12 +167,12 @@ def test_two_steps_in_one_compiled_function_share_the_state():
 
   @jax_jit
   def twice(x):
-    _step(model, optimizer, x)
-    return _step(model, optimizer, x)
+    training_step(model, optimizer, x)
+    return training_step(model, optimizer, x)
 
   for _ in range(2):
-    _step(eager, eager_optimizer, X.to("jax"))
-    expected = _step(eager, eager_optimizer, X.to("jax"))
+    training_step(eager, eager_optimizer, X.to("jax"))
+    expected = training_step(eager, eager_optimizer, X.to("jax"))
     torch.testing.assert_close(twice(X.to("jax")), expected)
   torch.testing.assert_close(_state(optimizer), _state(eager_optimizer))
 
@@ -190,7 +183,7 @@ def test_a_failed_trace_restores_the_optimizer():
 
   @jax_jit
   def step(x):
-    _step(model, optimizer, x)
+    training_step(model, optimizer, x)
     raise KeyError("after the step")
 
   with pytest.raises(KeyError):
@@ -201,7 +194,7 @@ def test_a_failed_trace_restores_the_optimizer():
 def test_explain_names_the_state_that_a_call_creates():
   model = _model().to("jax")
   optimizer = OPTIMIZERS["SGD, dampening"](model.parameters())
-  step = jax_jit(lambda x: _step(model, optimizer, x))
+  step = jax_jit(lambda x: training_step(model, optimizer, x))
   effects = torchax.explain(step, X.to("jax")).effects
   assert effects["SGD.state[0]['momentum_buffer']"] == "assigned"
   assert not optimizer.state
@@ -224,7 +217,7 @@ def test_a_traced_step_does_not_touch_param_groups():
   model = _model().to("jax")
   optimizer = Watching(model.parameters(), 0.5)
   caller[:], seen[:] = [optimizer], []
-  jax_jit(lambda x: _step(model, optimizer, x))(X.to("jax"))
+  jax_jit(lambda x: training_step(model, optimizer, x))(X.to("jax"))
   assert seen
   assert all(type(given) is float for _, given in seen)
   assert not any(type(inside) is float for inside, _ in seen)
@@ -240,7 +233,7 @@ def test_a_hook_changing_groups_in_a_traced_step_raises():
 
   optimizer.register_step_pre_hook(halve)
   with pytest.raises(TracedStateError, match="SGD changes 'lr'"):
-    jax_jit(lambda x: _step(model, optimizer, x))(X.to("jax"))
+    jax_jit(lambda x: training_step(model, optimizer, x))(X.to("jax"))
   assert optimizer.param_groups[0]["lr"] == 0.5
 
 
@@ -259,7 +252,7 @@ def test_a_schedule_in_a_compiled_function_raises(compile_step, comes_first):
   def step(x):
     if comes_first:
       schedule.step()
-    loss = _step(model, optimizer, x)
+    loss = training_step(model, optimizer, x)
     if not comes_first:
       schedule.step()
     return loss
@@ -276,7 +269,7 @@ def test_a_learning_rate_may_be_an_argument_of_a_compiled_step():
 
   def step(model, optimizer, x, rate):
     optimizer.param_groups[0]["lr"] = rate
-    return _step(model, optimizer, x)
+    return training_step(model, optimizer, x)
 
   compiled = jax_jit(lambda x, rate: step(model, optimizer, x, rate))
   for rate in (0.05, 0.025, 0.05):
@@ -292,7 +285,7 @@ def test_equal_numbers_may_be_assigned_to_groups_in_a_trace():
 
   @jax_jit
   def step(x):
-    loss = _step(model, optimizer, x)
+    loss = training_step(model, optimizer, x)
     for group in optimizer.param_groups:
       group["lr"] = float("1.0")
     return loss
@@ -309,7 +302,7 @@ def test_step_hooks_are_installed_only_during_a_trace():
 
   def step(x):
     counts.append(len(hooks))
-    return _step(model, optimizer, x)
+    return training_step(model, optimizer, x)
 
   jax_jit(step)(X.to("jax"))
   assert len(hooks) == counts[0]
