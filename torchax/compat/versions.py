@@ -92,7 +92,7 @@ def check_origin(
 ) -> None:
   """Warn if the installed package "torchax" is google/torchax.
 
-  Then this package is found first on `sys.path`, or in the same folder.
+  Python has found this package first, or its files are in the other one's folder.
 
   Args:
     installed: function from the name of a package to its version.

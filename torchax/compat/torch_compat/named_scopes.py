@@ -77,11 +77,7 @@ def _named_nodes(outputs: Sequence) -> Iterator[None]:
   with contextlib.ExitStack() as scope:
     for node in _nodes(outputs):
       index = bisect.bisect_right(log, node._sequence_nr(), key=operator.itemgetter(0))
-      path = log[index - 1][1] if index else ""
-      # The gradient of a gradient is computed in the scope that its node has recorded.
-      is_inner = bool(outer) and f"{path}/".startswith(f"{outer}/")
-      inner = path.removeprefix(outer).removeprefix("/") if is_inner else path
-      name = transposed(inner) if inner or not outer else ""
+      name = _gradient_name(log[index - 1][1] if index else "", outer)
 
       def enter(_, name=name):
         scope.close()
@@ -93,6 +89,17 @@ def _named_nodes(outputs: Sequence) -> Iterator[None]:
     finally:
       for handle in handles:
         handle.remove()
+
+
+def _gradient_name(scope: str, outer: str) -> str:
+  """Return the name of the gradient of a scope, below the current scope `outer`.
+
+  In a nested backward pass, `outer` is the scope that recorded its nodes.
+  """
+  if outer and f"{scope}/".startswith(f"{outer}/"):
+    inner = scope.removeprefix(outer).removeprefix("/")
+    return transposed(inner) if inner else ""
+  return transposed(scope)
 
 
 def _nodes(outputs: Sequence) -> Iterator:
