@@ -32,6 +32,7 @@ from torchax.compat import torch_compat
 from torchax.compat.patches import patch, unpatch
 from torchax.config import Configuration
 from torchax.core import mappings, program_limit, storage, tracebacks
+from torchax.core.deferred import eager_mode
 from torchax.devices import forks, generator, placement, streams
 from torchax.diagnostics import compile_times
 from torchax.diagnostics.explain_operator import explain_operator
@@ -263,6 +264,7 @@ __all__ = [
   "jtorch",
   "jtorchvision_nms",
   "load_checkpoint",
+  "eager_mode",
   "memory_by_module",
   "profile",
   "rng",

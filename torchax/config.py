@@ -5,7 +5,11 @@ import difflib
 import os
 
 CHECK_VARIABLE = "TORCHAX_CHECK"
-ATTENTION = ("auto", "flash", "plain", "blockwise")
+EAGER_MODES = ("strict", "fused", "debug")
+_VALUES = {
+  "attention": ("auto", "flash", "plain", "blockwise"),
+  "eager_mode": (None, *EAGER_MODES),
+}
 
 
 @dataclasses.dataclass
@@ -37,6 +41,9 @@ class Configuration:
       operations then wait for the check; compiled functions are retraced and check at
       run time. `TORCHAX_CHECK=1` in the process environment turns it on. When off,
       an index whose value is not known yet gives NaN or the smallest integer.
+    eager_mode: mode of eager operations while the environment is on: "strict", "fused"
+      or "debug"; see `torchax.eager_mode`. Read when it is turned on; None keeps the
+      mode of the thread.
     attention: implementation of `scaled_dot_product_attention`. "auto": JAX's kernels
       if the device has one for the arguments and the program runs on one device;
       "flash": the same, also in programs that XLA may partition; "plain": all scores
@@ -44,8 +51,8 @@ class Configuration:
 
   Raises:
     AttributeError: there is no switch of this name.
-    ValueError: `compilation_cache_size` is not a positive integer, or `attention` is
-      not one of the four.
+    ValueError: `compilation_cache_size` is not a positive integer, or `attention` or
+      `eager_mode` is none of its values.
 
   >>> import torchax
   >>> env = torchax.Environment(Configuration(use_int32_for_index=True))
@@ -69,6 +76,7 @@ class Configuration:
   compilation_cache_size: int = 4096
   check_indices: bool = os.environ.get(CHECK_VARIABLE) == "1"
   attention: str = "auto"
+  eager_mode: str | None = None
 
   def __setattr__(self, name: str, value) -> None:
     if name not in type(self).__dataclass_fields__:
@@ -80,7 +88,7 @@ class Configuration:
         "compilation_cache_size expects a number of programs, 1 or more, but got "
         f"{value!r}. `torchax.clear_caches()` drops those there are."
       )
-    if name == "attention" and value not in ATTENTION:
-      words = ", ".join(map(repr, ATTENTION))
-      raise ValueError(f"attention expects one of {words}, but got {value!r}.")
+    if value not in _VALUES.get(name, (value,)):
+      words = ", ".join(map(repr, _VALUES[name]))
+      raise ValueError(f"{name} expects one of {words}, but got {value!r}.")
     super().__setattr__(name, value)

@@ -18,7 +18,7 @@ import torch
 from torchax import amp, rng
 from torchax.compat import torch_compat
 from torchax.config import Configuration
-from torchax.core import active_environments, mappings
+from torchax.core import active_environments, deferred, mappings
 from torchax.core.tracebacks import hide_library_frames
 from torchax.devices import placement
 from torchax.dispatch import debug, device_plans
@@ -183,6 +183,8 @@ class Environment(Conversions, contextlib.ContextDecorator):
     modes = [*self._given_modes.values()]
     if self.config.treat_cuda_as_jax_device and "function" not in self._given_modes:
       modes.append(XLAFunctionMode(self))
+    if self.config.eager_mode is not None:
+      modes.append(deferred.eager_mode(self.config.eager_mode))
     for mode in modes:
       mode.__enter__()
     self._entered.stack += (modes,)

@@ -7,6 +7,7 @@
   operands    inputs of these graphs: name, dtype, shape, and which one holds the key
   draws       random operations of these graphs: number, operation, shape, module, line
   compiles    compilations that take more than a few seconds, while they run
+  eager       segments of the fused mode: operations, how they ran, which line read them
 
 Messages go to loggers below "torchax", whose level is INFO while a kind is on.
 """
@@ -14,7 +15,7 @@ Messages go to loggers below "torchax", whose level is INFO while a kind is on.
 import logging
 import os
 
-KINDS = ("recompiles", "graphs", "operands", "draws", "compiles")
+KINDS = ("recompiles", "graphs", "operands", "draws", "compiles", "eager")
 VARIABLE = "TORCHAX_LOGS"
 
 _root = logging.getLogger("torchax")
@@ -25,8 +26,8 @@ def set_logs(**kinds: bool) -> None:
   """Turn kinds of log messages on or off.
 
   Args:
-    kinds: `recompiles`, `graphs`, `operands`, `draws`, `compiles`; kinds that are not
-      named stay unchanged.
+    kinds: `recompiles`, `graphs`, `operands`, `draws`, `compiles`, `eager`; kinds that
+      are not named stay unchanged.
 
   Raises:
     ValueError: a name is not one of these.
@@ -56,7 +57,7 @@ def is_enabled(kind: str) -> bool:
   """Return True if a kind of `KINDS` is logged.
 
   Args:
-    kind: "recompiles", "graphs", "operands", "draws" or "compiles".
+    kind: "recompiles", "graphs", "operands", "draws", "compiles" or "eager".
 
   >>> is_enabled("recompiles")
   False

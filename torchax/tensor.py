@@ -25,7 +25,8 @@ from torch import Tensor as TorchTensor  # in the class here, `torch` is a metho
 from torchax.compat import jax_compat, torch_compat
 from torchax.core import active_environments, grad_mode, mappings
 from torchax.core.chains import WHOLE, Chain, read_chain
-from torchax.core.storage import Payload, Rebindings, Storage
+from torchax.core.deferred import Pending
+from torchax.core.storage import Deferred, Payload, Rebindings, Storage
 from torchax.core.storage import active as _active
 from torchax.core.tracebacks import hide, hide_library_frames
 from torchax.core.view_steps import StopGradientInfo
@@ -152,7 +153,7 @@ class Tensor(ArrayProtocols):
   @property
   def device(self) -> torch.device:  # type: ignore[override]
     try:
-      return placement.device_of(self._storage.array)
+      return placement.device_of(self._storage.operand)
     except Exception as error:
       hide(error)
       raise
@@ -518,7 +519,7 @@ def new_tensor(array: jax.Array, env) -> Tensor:
       f"{array.shape}. For symbolic sizes, `torch.export` the module with "
       "`dynamic_shapes=` and use `torchax.export`."
     ) from error
-  storage = Storage.__new__(Storage)
+  storage: Any = object.__new__(Deferred if type(array) is Pending else Storage)
   storage.array = array
   storage.version = 0
   storage.birth = boundary = _active.boundary

@@ -15,7 +15,9 @@ from tools.fuzz.shrinking import shrink
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the first program.")
 _COUNT = flags.DEFINE_integer("count", 1000, "Number of programs.")
 _WAYS = flags.DEFINE_list(
-  "ways", ["eager", "jit", "compile", "compile_on_jax"], "Ways to run each program."
+  "ways",
+  ["eager", "fused", "jit", "compile", "compile_on_jax"],
+  "Ways to run each program.",
 )
 _MOST = flags.DEFINE_integer("most", 1, "Differences after which to stop.")
 _SECONDS = flags.DEFINE_float("seconds", float("inf"), "Time after which to stop.")

@@ -26,12 +26,17 @@ class Way:
     wrap: function that converts the program to the function to call.
     source: `wrap(program)` as text, for scripts.
     nests: True if `jit` inside of the program compiles.
+    mode: mode of eager operations.
+    runs: number of runs, of which the last is observed: the fused mode records the
+      second one, and compiles it.
   """
 
   device: str
   wrap: Callable
   source: str
   nests: bool = False
+  mode: str = "strict"
+  runs: int = 1
 
 
 def _compile(backend: str) -> Callable:
@@ -45,6 +50,7 @@ def _compile(backend: str) -> Callable:
 WAYS = {
   "cpu": Way("cpu", lambda f: f, "program"),
   "eager": Way("jax", lambda f: f, "program", nests=True),
+  "fused": Way("jax", lambda f: f, "program", nests=True, mode="fused", runs=3),
   "jit": Way("jax", interop.jax_jit, "interop.jax_jit(program)", nests=True),
   "compile": Way("cpu", _compile("jax"), 'torch.compile(program, backend="jax")'),
   "compile_on_jax": Way(
@@ -122,7 +128,12 @@ def inputs_of(names: Sequence[str], device: str) -> list[torch.Tensor]:
 
 
 def run(program: Program, way: str) -> Outcome:
-  """Run a program one way, and observe it."""
+  """Run a program one way, and observe its last run."""
+  with torchax.eager_mode(WAYS[way].mode):
+    return [_run(program, way) for _ in range(WAYS[way].runs)][-1]
+
+
+def _run(program: Program, way: str) -> Outcome:
   chosen, variables = WAYS[way], namespace(way)
   outcome = Outcome()
   torch.manual_seed(SEED)

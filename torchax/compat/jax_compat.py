@@ -134,6 +134,13 @@ def is_top_level() -> bool:
   return type(_trace_context.trace) is _EvalTrace
 
 
+# () -> a tuple that changes with what traces depend on: precision, default device, x64.
+trace_context = private.find(
+  "jax._src.config.trace_context",
+  "the fused mode of eager operations",
+)
+
+
 def is_staging() -> bool:
   """Return True if operations are recorded into a jaxpr instead of being run."""
   trace = type(_trace_context.trace)

@@ -387,6 +387,17 @@ def read_chain(array: jax.Array, chain: Chain) -> jax.Array:
   """Return the view of a base array, in one compiled call."""
   if isinstance(array, jax.core.Tracer):
     return _read(array, chain)
+  reader, operand = reader_of(array, chain)
+  return (reader if jax_compat.is_top_level() else reader.in_traces)(operand)
+
+
+def reader_of(array, chain: Chain) -> tuple[Program, Any]:
+  """Return the program that reads a view, and its operand.
+
+  Args:
+    array: base array; it may be `Pending`.
+    chain: chain of the view.
+  """
   operand: Any = array
   form: Chain | MovingChain = chain
   if chain.moving is not None:
@@ -395,4 +406,4 @@ def read_chain(array: jax.Array, chain: Chain) -> jax.Array:
   reader = _readers.get(form)
   if reader is None:
     reader = _readers[form] = _reader(form)
-  return (reader if jax_compat.is_top_level() else reader.in_traces)(operand)
+  return reader, operand

@@ -115,7 +115,7 @@ class _Total:
 
 _lock = threading.RLock()
 _all: set[Counted] = set()
-_caches: "weakref.WeakSet[ProgramCache]" = weakref.WeakSet()
+_caches: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 class ProgramCache(BoundedCache[K, V]):
@@ -125,7 +125,12 @@ class ProgramCache(BoundedCache[K, V]):
 
   def __init__(self, limit: int):
     super().__init__(limit)
-    _caches.add(self)
+    register(self)
+
+
+def register(cache: Any) -> None:
+  """Call `cache.age()` when the limit is met, and `cache.clear()` with all others."""
+  _caches.add(cache)
 
 
 class Program(Protocol):

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from torchax.compat import jax_compat
+from torchax.core.deferred import Pending
 from torchax.errors import MutationError, TracedStateError
 
 
@@ -90,10 +91,17 @@ class Storage:
     """
     boundary = active.boundary
     if boundary is None or self.birth is boundary:
+      if type(array) is Pending and type(self) in (Storage, LazyZeros):
+        self.__class__ = Deferred
       self.array = array
       self.version += 1
     else:
       boundary.write(self, array, tensor)
+
+  @property
+  def operand(self) -> Any:
+    """The array, or its `Pending`: for `deferred.run`, and for shape and device."""
+    return self.array
 
   @property
   def root(self) -> "Storage":
@@ -186,6 +194,32 @@ class LazyZeros(Storage):
   @array.setter
   def array(self, array):
     if type(array) is not tuple:
+      self.__class__ = Storage
+    _array_slot.__set__(self, array)
+
+
+class Deferred(Storage):
+  """Storage whose array is computed when it is read; see `core/deferred.py`."""
+
+  __slots__ = ()
+
+  @property
+  def operand(self) -> Any:
+    pending = _array_slot.__get__(self)
+    return pending if pending.index is not None else self.array
+
+  @property
+  def array(self) -> jax.Array:
+    # Reading ends the segment, so it may be that of another thread.
+    pending = _array_slot.__get__(self)
+    if type(pending) is Pending:
+      with jax_compat.outside_of_traces():
+        self.array = pending.read()
+    return _array_slot.__get__(self)
+
+  @array.setter
+  def array(self, array):
+    if type(array) is not Pending:
       self.__class__ = Storage
     _array_slot.__set__(self, array)
 

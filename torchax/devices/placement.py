@@ -20,6 +20,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
 from torchax.compat import jax_compat, torch_compat
 from torchax.compat.patches import setting
+from torchax.core import deferred
+from torchax.core.deferred import Pending
 from torchax.errors import NoSuchDeviceError, ShardingError
 
 _ArrayImpl = jax_compat.ArrayImpl
@@ -240,6 +242,8 @@ def device_of(array) -> torch.device:
   """
   if type(array) is _ArrayImpl:
     return torch_device(_index_of_sharding(array.sharding))
+  if type(array) is Pending:
+    return torch_device(default_index())
   return torch_device(current_index())
 
 
@@ -327,7 +331,7 @@ def put(array: jax.Array, device) -> jax.Array:
   target = jax_device(index)
   if device_of(array).index == index:
     return array
-  result = jax.device_put(array, target)
+  result = jax.device_put(deferred.values(array), target)
   if index == default_index():
     return jax_compat.uncommit(result)
   DeviceUse.multiple_devices = True

@@ -14,10 +14,13 @@ import jax.numpy as jnp
 import torch
 
 from torchax.compat import jax_compat, torch_compat
-from torchax.core import explicit_axes, grad_mode, program_limit
-from torchax.core.program_limit import Program
+from torchax.core import deferred, explicit_axes, grad_mode, program_limit
+from torchax.core.chains import WHOLE, reader_of
+from torchax.core.deferred import ARRAYS
+from torchax.core.storage import active
 from torchax.dispatch import compiling
 from torchax.dispatch.batched_gradients import over_batches
+from torchax.dispatch.operands import operand_of
 from torchax.registry.operators import Operator
 from torchax.tensor import Tensor, new_tensor
 
@@ -63,6 +66,8 @@ class ArrayFunction:
     self._operator = operator
     self._numbers = numbers
     self._backward = backward
+    may_fail = operator is not None and operator.execution.compiled is None
+    self._run = deferred.run_at_once if may_fail else deferred.run
     self._function = function = explicit_axes.with_explicit_axes(function, compiled)
     self._compiled = compiling.jit_if_possible(function, operator)
     self._compiled_linearize = compiling.jit_if_possible(self._linearize, operator)
@@ -70,23 +75,28 @@ class ArrayFunction:
 
   def value(self, *arrays):
     """Return the result; compiled unless JAX is tracing."""
-    return self.choose_callable(self._compiled, self._function)(*arrays)
+    return self._call(self._compiled, self._function, arrays)
 
-  def choose_callable(self, compiled: Program, function: Callable) -> Callable:
-    """Return what to call now: the program, its `in_traces`, or the bare function."""
+  def pull(self, pullback, cotangents: list) -> list:
+    """Return the cotangents of the inputs; see `linearize`."""
+    operands = (pullback, cotangents)
+    return self._call(_compiled_pull_cotangents(), _pull_cotangents, operands)
+
+  def _call(self, compiled: Any, function: Callable, operands: Sequence):
+    """Call the program, its `in_traces`, or the bare function."""
     allowed = self._operator is None or self._operator.execution.compiled is not False
     if not (allowed and self._is_compiled):
-      return function
+      return function(*deferred.values(operands))
     if jax_compat.is_top_level():
-      return compiled
-    return function if jax_compat.is_staging() else compiled.in_traces
+      return self._run(compiled, operands)
+    return (function if jax_compat.is_staging() else compiled.in_traces)(*operands)
 
   def linearize(self, *arrays):
     """Return the result and its pullback: cotangents of outputs -> of inputs.
 
     Both lists of cotangents contain floating-point and complex leaves only.
     """
-    return self.choose_callable(self._compiled_linearize, self._linearize)(*arrays)
+    return self._call(self._compiled_linearize, self._linearize, arrays)
 
   def _linearize(self, *arrays):
     indices = [n for n, a in enumerate(arrays) if n >= self._numbers and is_inexact(a)]
@@ -138,13 +148,23 @@ def _compiled_pull_cotangents() -> Callable:
   return program_limit.jit(_pull_cotangents)
 
 
+def _operand(tensor: Tensor):
+  """Return the array of a tensor for a program; `Pending` in the fused mode."""
+  if tensor._chain is WHOLE:
+    return operand_of(tensor)
+  if active.boundary is None and deferred.is_recording():
+    reader, operand = reader_of(tensor._storage.operand, tensor._chain)
+    return deferred.run(reader, [operand])
+  return tensor.jax()
+
+
 class _Call(torch_compat.OwnFunction):
   """Call of an `ArrayFunction`, as recorded by autograd."""
 
   @staticmethod
   def forward(ctx, function, numbers, structure, *tensors):
     env = tensors[0]._env
-    arrays, pullback = [*numbers, *[t.jax() for t in tensors]], None
+    arrays, pullback = [*numbers, *map(_operand, tensors)], None
     if function.saves_residuals:
       out, pullback = function.linearize(*arrays)
     else:
@@ -225,13 +245,12 @@ def _gradients(ctx, tensors, pullback, cotangents) -> list[Tensor]:
   function, numbers, env = ctx.function, ctx.numbers, ctx.env
   if torch.is_grad_enabled():  # create_graph: the gradient is differentiated again
     return call(function.gradient(wanted), [*tensors, *cotangents], numbers)
-  arrays = [c.jax() for c in cotangents]
+  arrays = [_operand(cotangent) for cotangent in cotangents]
   if not function.saves_residuals:
     gradient = function.gradient(wanted)
-    found = gradient.value(*numbers, *[t.jax() for t in tensors], *arrays)
+    found = gradient.value(*numbers, *map(_operand, tensors), *arrays)
     return [new_tensor(array, env) for array in found]
-  pull = function.choose_callable(_compiled_pull_cotangents(), _pull_cotangents)
-  remaining = iter(pull(pullback, arrays))
+  remaining = iter(function.pull(pullback, arrays))
   found = [
     next(remaining) if t.is_floating_point() or t.is_complex() else None
     for t in tensors
@@ -255,8 +274,8 @@ def call(function: ArrayFunction, tensors: list[Tensor], numbers: tuple = ()):
     leaves = torch_compat.apply_function(_Call, function, numbers, structure, *tensors)
     return jax.tree.unflatten(structure[0], leaves)
   env = tensors[0]._env
-  result = function.value(*numbers, *[t.jax() for t in tensors])
-  if type(result) is jax_compat.ArrayImpl:  # fast path
+  result = function.value(*numbers, *map(_operand, tensors))
+  if type(result) in ARRAYS:  # fast path
     return new_tensor(result, env)
   result = grad_mode.stop_gradients(result)
   return jax.tree.map(lambda array: new_tensor(array, env), result)

@@ -15,6 +15,7 @@ from jax.sharding import Sharding
 from torchax.compat import jax_compat, torch_compat
 from torchax.compat.patches import setting
 from torchax.core.chains import WHOLE
+from torchax.core.deferred import ARRAYS
 from torchax.core.storage import Storage, WithoutDevice
 from torchax.devices import placement
 from torchax.dispatch.operands import tensors_in
@@ -67,7 +68,7 @@ class PlacedPlan:
   def _on_default_device(self, args, kwargs):
     """Run the plan; move a result committed by its argument to the default device."""
     made = self.plan(args, kwargs)
-    array = made._storage.array
+    array = made._storage.operand
     if type(array) is _ArrayImpl and jax_compat.is_committed(array):
       target = placement.jax_device(placement.default_index())
       made._storage.array = jax.device_put(array, target)
@@ -100,7 +101,7 @@ class PlacedPlan:
 
   def _sharding_like(self, source: Tensor, args):
     """Return the sharding for a result made like a tensor on several devices."""
-    array = source._storage.array
+    array = source._storage.operand
     if not placement.is_on_several_devices(array) or not isinstance(self.plan, Plan):
       return None
     if self._takes_size and tuple(args[1]) != tuple(source.shape):
@@ -184,8 +185,8 @@ def run(found: Callable, op, args, kwargs):
 
 def _device_index(tensor: Tensor) -> int | None:
   """Return the index of a tensor's device; None for traced and sharded tensors."""
-  array = tensor._storage.array
-  if type(array) is not _ArrayImpl or placement.is_on_several_devices(array):
+  array = tensor._storage.operand
+  if type(array) not in ARRAYS or placement.is_on_several_devices(array):
     return None
   return placement.device_of(array).index
 

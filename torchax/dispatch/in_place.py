@@ -10,21 +10,19 @@ from typing import Any
 
 import torch
 
-from torchax.compat import jax_compat
 from torchax.core import grad_mode, mappings
 from torchax.core.chains import WHOLE
+from torchax.core.deferred import ARRAYS
 from torchax.devices import placement
 from torchax.dispatch import torch_checks
 from torchax.dispatch.explaining import EXPLAINED, raise_as_torch
-from torchax.dispatch.operands import use_moving_form
+from torchax.dispatch.operands import operand_of, use_moving_form
 from torchax.dispatch.plans import Plan
 from torchax.errors import MixedDeviceError, MutationError
 from torchax.ops.list_checks import require_same_length
 from torchax.registry.schema import schema_of
 from torchax.tensor import Tensor
 from torchax.view import View
-
-_ArrayImpl = jax_compat.ArrayImpl
 
 
 class InPlacePlan:
@@ -69,7 +67,7 @@ class InPlacePlan:
   def _shardings(self, targets):
     """Return the shardings of the targets, or None if all are on single devices."""
     shardings = tuple(
-      [placement.several_device_sharding(t._storage.array) for t in targets]
+      [placement.several_device_sharding(t._storage.operand) for t in targets]
     )
     if not any(shardings):
       return None
@@ -119,7 +117,7 @@ class InPlacePlan:
       chain = target._chain
       base: list[Any] = [None]
       if chain is not WHOLE:
-        base = [target._storage.read()]
+        base = [operand_of(target)]
         if chain.is_traced:
           _require_unrecorded(self.name, args)
         chain = chain if chain.moving is None else use_moving_form(chain, base)
@@ -139,13 +137,13 @@ class InPlacePlan:
       raise_as_torch(error, self.op, args, kwargs, plan.operator)
       raise
     results = written if self.writes_lists else (written,)
-    is_stopped = type(results[0]) is not _ArrayImpl and grad_mode.is_stopped()
+    is_stopped = type(results[0]) not in ARRAYS and grad_mode.is_stopped()
     for target, array in zip(targets, results):
       storage = target._storage
       if is_stopped:
         array = grad_mode.with_derivative_of(storage.read(), array)
       if self.overwrites:
-        sharding = placement.committed_sharding(storage.array)
+        sharding = placement.committed_sharding(storage.operand)
         array = (
           array if sharding is None else placement.restore_sharding(array, sharding)
         )

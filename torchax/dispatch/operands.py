@@ -16,7 +16,7 @@ import torch
 from jax import lax
 
 from torchax.compat import jax_compat
-from torchax.core import host_numbers, narrowing
+from torchax.core import deferred, host_numbers, narrowing
 from torchax.core.bounded_cache import BoundedCache
 from torchax.core.chains import WHOLE, Chain, MovingChain
 from torchax.core.static_values import StaticValue, static_number
@@ -45,6 +45,13 @@ def tensors_in(value) -> Iterator[torch.Tensor]:
   elif isinstance(value, list | tuple):
     for part in value:
       yield from tensors_in(part)
+
+
+def operand_of(tensor: Tensor):
+  """Return the base array of a tensor for a program; `Pending` in the fused mode."""
+  if _active.boundary is None and deferred.is_recording():
+    return tensor._storage.operand
+  return tensor._storage.read(tensor)
 
 
 class _Marker:
@@ -79,6 +86,8 @@ def number_array(number):
   """
   # As keys, 0.0 equals -0.0, and NaN does not equal itself.
   if number == 0 or number != number or not jax_compat.is_top_level():
+    return number
+  if deferred.is_recording():
     return number
   key = (type(number), number, jax.config.jax_enable_x64)
   array = _number_arrays.get(key)
@@ -138,13 +147,15 @@ class Flattener:
     operands: list[Any] = []
     static_key: list[Any] = [len(args), _default_dtype()]
     boundary = _active.boundary
+    is_recording = deferred.Use.is_on and deferred.is_recording()
     for arg, dynamic in zip(args, self._dynamic_by_position):
       cls = type(arg)
       if (cls is Tensor or cls is View) and not self.keeps_tensors:
         storage = arg._storage
-        operands.append(
-          storage.array if boundary is None else boundary.read(storage, arg)
-        )
+        if boundary is None:
+          operands.append(storage.operand if is_recording else storage.array)
+        else:
+          operands.append(boundary.read(storage, arg))
         chain = arg._chain
         if chain.moving is not None:
           chain = use_moving_form(chain, operands)
@@ -204,7 +215,7 @@ class Flattener:
       )
       return WHOLE
     if isinstance(tensor, Tensor):
-      operands.append(tensor._storage.read(tensor))
+      operands.append(operand_of(tensor))
       chain = tensor._chain
       return chain if chain.moving is None else use_moving_form(chain, operands)
     operands.append(self._env.admit(tensor, self._name, self._cpu_ok))

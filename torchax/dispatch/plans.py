@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from torchax.compat import jax_compat
-from torchax.core import grad_mode, mappings
+from torchax.core import deferred, grad_mode, mappings
+from torchax.core.deferred import ARRAYS
 from torchax.core.partitions import Partition
 from torchax.dispatch import explaining, index_checks, torch_checks
 from torchax.dispatch.lowering import Lowering
@@ -23,8 +24,6 @@ from torchax.dispatch.sampling import Sampling
 from torchax.registry.operators import Operator
 from torchax.rng import scope
 from torchax.tensor import new_tensor
-
-_ArrayImpl = jax_compat.ArrayImpl
 
 
 class Plan:
@@ -42,6 +41,8 @@ class Plan:
     self._checks = operator.checks
     self._compiled = operator.execution.compiled
     self._may_compile = self._compiled in (True, None)
+    # A lowering that may not compile looks at numbers.
+    self._call = deferred.run_at_once if self._compiled is None else deferred.run
     # Results may need narrower indices, or be on the CPU.
     self._needs_wrap = (
       bool(operator.execution.index_results) or self.lowering.takes_device
@@ -61,7 +62,7 @@ class Plan:
         program = self.programs.get(static_key) or self.programs.build(
           args, kwargs, static_key
         )
-        result = program(*operands)
+        result = self._call(program, operands)
       else:
         result = self.run(args, kwargs, operands, static_key, draws=draws)
     except torch_checks.Refused:
@@ -70,11 +71,11 @@ class Plan:
     except explaining.EXPLAINED as error:
       explaining.raise_as_torch(error, self.op, args, kwargs, self.operator)
       raise
-    if type(result) is _ArrayImpl and not self._needs_wrap:
+    if type(result) in ARRAYS and not self._needs_wrap:
       return new_tensor(result, self.env)
     device = kwargs.get("device") if kwargs else None
     if device is not None and device.type == "cpu":
-      return jax.tree.map(mappings.j2t, result)
+      return jax.tree.map(mappings.j2t, deferred.values(result))
     return self._wrap(result)
 
   def run(
@@ -128,7 +129,7 @@ class Plan:
     # Samplers are compiled inside traces too: `jax.checkpoint` outside of jit would
     # run one operation by operation, which rounds differently.
     if may_compile is False or (self._is_inlined() and not self.is_sampler):
-      return self.lowering.inline(static_key, write, operands)
+      return self.lowering.inline(static_key, write, deferred.values(operands))
     # `programs.cache_key`, inlined to save a Python call.
     cache_key = static_key if write is None else (write, static_key)
     if sharding is not None:
@@ -136,9 +137,9 @@ class Plan:
     program = self.programs.get(cache_key)
     if program is None:
       program = self.programs.build(args, kwargs, static_key, write, sharding)
-    if not jax_compat.is_top_level():
-      program = program.in_traces
-    return program(*operands)
+    if jax_compat.is_top_level():
+      return self._call(program, operands)
+    return program.in_traces(*operands)
 
   def _wrap(self, result):
     result = grad_mode.stop_gradients(result)
@@ -147,6 +148,7 @@ class Plan:
     return self._wrap_array(result)
 
   def _with_narrow_indices(self, result):
+    result = deferred.values(result)
     results = list(result) if isinstance(result, tuple) else [result]
     for index in self.operator.execution.index_results:
       if index < len(results) and results[index].dtype == jnp.int64:
@@ -154,7 +156,7 @@ class Plan:
     return tuple(results) if isinstance(result, tuple) else results[0]
 
   def _wrap_array(self, result):
-    if type(result) is _ArrayImpl or isinstance(result, jax.Array):
+    if type(result) in ARRAYS or isinstance(result, jax.Array):
       return new_tensor(result, self.env)
     if isinstance(result, tuple):
       return tuple([self._wrap_array(value) for value in result])

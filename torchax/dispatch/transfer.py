@@ -68,16 +68,16 @@ class CopyPlan:
       array = self.env.array_of(source, storage.device, dtype)
       storage.write(mappings.to_dtype(array, target.dtype))
       return target
-    sharding = placement.committed_sharding(storage.array)
+    sharding = placement.committed_sharding(storage.operand)
     if isinstance(source, Tensor):
       return self.in_place((target, _source_at_target(source, target, sharding)), {})
     host_operations.guard_on_read(source)
-    spread = placement.several_device_sharding(target._storage.array)
+    spread = placement.several_device_sharding(storage.operand)
     at_once = spread if target._chain is WHOLE else None
     moved = mappings.t2j(source, dtype=dtype, sharding=at_once)
     same = tuple(source.shape) == tuple(target.shape)
-    if same and target._chain is WHOLE and moved.dtype == target._storage.read().dtype:
-      target._storage.write(
+    if same and target._chain is WHOLE and moved.dtype == storage.operand.dtype:
+      storage.write(
         moved if sharding is None else placement.restore_sharding(moved, sharding)
       )
       return target
@@ -85,7 +85,7 @@ class CopyPlan:
 
 
 def _source_at_target(source: Tensor, target: Tensor, sharding) -> Tensor:
-  array = source._storage.array
+  array = source._storage.operand
   source_sharding = placement.committed_sharding(array)
   if source_sharding == sharding or placement.is_traced(array):
     return source
@@ -115,7 +115,9 @@ class ToCopyPlan:
       copied = self.cast(args, {} if dtype is None else {"dtype": dtype})
       if device is None or device.index is None or device == _HIDDEN:
         return copied
-      return new_tensor(placement.put(copied.jax(), device), self.env)
+      operand = copied._storage.operand
+      moved = placement.put(operand, device)
+      return copied if moved is operand else new_tensor(moved, self.env)
     return _move(tensor, dtype, device, self.env)
 
 
@@ -234,7 +236,7 @@ class Move(torch_compat.OwnFunction):
     ctx.source_is_jax = isinstance(source, Tensor)
     ctx.sharding = None
     if ctx.source_is_jax:
-      array = source._storage.array
+      array = source._storage.operand
       is_part = source._chain is not WHOLE and placement.is_on_several_devices(array)
       ctx.sharding = placement.committed_sharding(source.jax() if is_part else array)
     ctx.source_dtype, ctx.dtype = tensor.dtype, output.dtype
@@ -293,7 +295,7 @@ def shard_gradient_like(tensor: Tensor) -> None:
   def beside(grad):
     leaf = reference()
     sharding = (
-      None if leaf is None else placement.several_device_sharding(leaf._storage.array)
+      None if leaf is None else placement.several_device_sharding(leaf._storage.operand)
     )
     if sharding is None or not isinstance(grad, Tensor) or leaf._chain is not WHOLE:
       return None

@@ -1,0 +1,302 @@
+"""Modes of eager operations, above all the fused mode."""
+
+import logging
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+import torch.nn.functional as F
+
+import torchax
+from torchax import interop
+from torchax.core import deferred, program_limit
+from torchax.ops import op_base
+
+STEPS = 5
+
+
+@pytest.fixture(autouse=True)
+def strict():
+  with torchax.eager_mode("strict"):
+    yield
+
+
+def dropout_step(x, w):
+  loss = (F.dropout(x @ w, 0.5) ** 2).sum()
+  (gradient,) = torch.autograd.grad(loss, w)
+  with torch.no_grad():
+    w -= 0.01 * gradient
+  return loss
+
+
+def views_step(x, w):
+  with torch.no_grad():
+    even = w[:, ::2]
+    even.add_(x[:, 0].sum())
+    w.t_().t_()
+    even.mul_(0.5)
+    w[0] = x[1, 0]
+  return (x @ w).sum()
+
+
+def draws_step(x, w):
+  return torch.rand(4, device="jax").sum() + torch.randint(9, (3,), device="jax").sum()
+
+
+def attention_step(x, w):
+  heads = (x @ w).view(1, 2, 2, 4)
+  loss = F.scaled_dot_product_attention(heads, heads, heads).square().sum()
+  (gradient,) = torch.autograd.grad(loss, w)
+  return loss + gradient.norm()
+
+
+def checkpoint_step(x, w):
+  run = torch.utils.checkpoint.checkpoint
+  loss = run(lambda x: F.dropout(torch.tanh(x @ w)), x, use_reentrant=False).sum()
+  return loss + torch.autograd.grad(loss, w)[0].sum()
+
+
+def values_step(x, w):
+  positive = x[x > 0]
+  return positive.sum() if positive.numel() > 3 else w.sum()
+
+
+def lists_step(x, w):
+  with torch.no_grad():
+    torch._foreach_add_([x, w], [x * 2, w * 3])
+  return x.sum() + w.sum()
+
+
+def bfloat16_step(x, w):
+  with torch.autocast("jax", dtype=torch.bfloat16):
+    return (torch.sigmoid(x @ w) @ x).exp().mean()
+
+
+def compiled_step(x, w):
+  return interop.jax_jit(lambda a: F.dropout(a) * 2)(x.tanh() @ w).sum()
+
+
+PROGRAMS = [
+  dropout_step,
+  views_step,
+  draws_step,
+  attention_step,
+  checkpoint_step,
+  values_step,
+  lists_step,
+  bfloat16_step,
+  compiled_step,
+]
+
+
+def run(step) -> list[float]:
+  torch.manual_seed(0)
+  x = torch.randn(4, 6).to("jax")
+  w = torch.randn(6, 4).to("jax")
+  w.requires_grad_(step not in (views_step, lists_step))
+  return [step(x, w).item() for _ in range(STEPS)]
+
+
+def reports(caplog) -> list[str]:
+  """Return how the segments ran: "2 operations ran one by one"."""
+  return [message.split(",")[0] for message in caplog.messages]
+
+
+@pytest.fixture
+def logged(caplog):
+  caplog.set_level(logging.INFO, "torchax.eager")
+  torchax.set_logs(eager=True)
+  yield caplog
+  torchax.set_logs(eager=False)
+
+
+@pytest.mark.parametrize("step", PROGRAMS, ids=lambda step: step.__name__)
+def test_fused_steps_give_the_numbers_of_strict_ones(step):
+  strict = run(step)
+  with torchax.eager_mode("fused"):
+    for _ in range(2):
+      torch.testing.assert_close(run(step), strict, rtol=1e-5, atol=1e-6)
+
+
+def test_a_repeated_sequence_becomes_one_program(logged):
+  x = torch.ones(3, 5, device="jax")
+  with torchax.eager_mode("fused"):
+    sums = [(x * i + 1).tanh().sum().item() for i in range(4)]
+  assert sums == [(x * i + 1).tanh().sum().item() for i in range(4)]
+  assert reports(logged) == [
+    *["4 operations ran one by one"],
+    *["4 operations ran as one program"] * 3,
+  ]
+  assert f"{__file__}:" in logged.messages[0]
+
+
+def test_nothing_is_compiled_that_has_not_repeated():
+  x = torch.ones(3, 7, device="jax")
+
+  x.exp().sum(), x.tanh()
+  before = program_limit.count()
+  with torchax.eager_mode("fused"):
+    for functions in (("exp", "tanh"), ("tanh", "exp"), ("exp", "exp"), ("tanh",)):
+      y = x
+      for function in functions:
+        y = getattr(y, function)()
+      y.sum().item()
+  assert program_limit.count() == before
+
+
+def test_a_sequence_that_changes_runs_its_operations(logged):
+  x = torch.ones(3, 9, device="jax")
+  with torchax.eager_mode("fused"):
+    for _ in range(2):
+      y = x.exp() + 1
+      y.sum().item()
+    y = x.exp() + 1
+    assert torch.equal(y.tanh().cpu(), (x.cpu().exp() + 1).tanh())
+  assert reports(logged)[-1] == "3 operations ran one by one"
+
+
+def test_a_loop_that_reads_nothing_is_compiled(logged):
+  layers = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(20)]).to("jax")
+  x = torch.ones(2, 4, device="jax")
+  with torch.no_grad(), torchax.eager_mode("fused"):
+    results = [layers(x) for _ in range(4)]
+  assert torch.allclose(results[-1].cpu(), layers(x).cpu(), atol=1e-6)
+  assert reports(logged)[-1] == "20 operations ran as one program"
+
+
+def test_results_that_nobody_keeps_are_not_returned(logged):
+  x = torch.ones(3, 11, device="jax")
+  with torchax.eager_mode("fused"):
+    for _ in range(3):
+      kept = x.exp()
+      (kept + 1).sum().item()
+  assert "with 2 results in use" in logged.messages[-1]
+
+
+def test_another_thread_reads_results():
+  x = torch.ones(3, 13, device="jax")
+  found = []
+  with torchax.eager_mode("fused"):
+    for _ in range(3):
+      y = x.exp() * 2
+      thread = threading.Thread(target=lambda y=y: found.append(y.sum().item()))
+      thread.start()
+      thread.join()
+  assert found == [(x.exp() * 2).sum().item()] * 3
+
+
+CONTEXTS = {
+  "precision": lambda: jax.default_matmul_precision("highest"),
+  "device": lambda: jax.default_device(jax.devices()[0]),
+}
+
+
+@pytest.mark.parametrize("context", CONTEXTS.values(), ids=CONTEXTS)
+def test_operations_of_a_block_run_in_its_context(context, logged):
+  x = torch.ones(4, 4, device="jax")
+  with torchax.eager_mode("fused"):
+    for _ in range(3):
+      outside = x.exp()
+      with context():
+        inside = (outside @ outside).sum().item()
+  assert inside == (x.exp() @ x.exp()).sum().item()
+  # Inside of the block only the operation before it is recorded.
+  assert reports(logged)[-1] == "1 operations ran as one program"
+
+
+def test_an_error_is_raised_at_its_line():
+  x = torch.ones(3, 15, device="jax")
+  with torchax.eager_mode("fused"):
+    for _ in range(3):
+      y = x.exp()
+      with pytest.raises(RuntimeError, match="must match the size"):
+        y + torch.ones(4, device="jax")
+      assert y.sum().item() == pytest.approx(45 * 2.7182818)
+
+
+def test_an_interrupt_loses_nothing(monkeypatch):
+  x = torch.ones(3, 17, device="jax")
+  torch.manual_seed(0)
+  expected = [(x * torch.rand(17, device="jax")).sum().item() for _ in range(4)]
+  torch.manual_seed(0)
+  found = []
+  with torchax.eager_mode("fused"):
+    for index in range(4):
+      y = (x * torch.rand(17, device="jax")).sum()
+      if index == 1:  # when the segment is compiled
+        with monkeypatch.context() as patch:
+          patch.setattr(program_limit, "jit", _interrupt)
+          with pytest.raises(KeyboardInterrupt):
+            y.item()
+      found.append(y.item())
+  assert found == pytest.approx(expected)
+
+
+def _interrupt(*args, **kwargs):
+  raise KeyboardInterrupt
+
+
+def test_a_lowering_that_looks_at_numbers_runs_at_once():
+  library = torch.library.Library("test_deferred", "DEF")
+  library.define("largest(Tensor x) -> Tensor")
+
+  @op_base.op(torch.ops.test_deferred.largest)
+  def largest(x):
+    return jnp.full(int(x.max()), 1.0)
+
+  x = torch.ones(3, device="jax")
+  with torchax.eager_mode("fused"):
+    for _ in range(3):
+      assert torch.ops.test_deferred.largest(x * 4).shape == (4,)
+
+
+def test_debug_mode_waits_for_each_operation(monkeypatch):
+  waited = []
+  monkeypatch.setattr(jax, "block_until_ready", lambda x: waited.append(x) or x)
+  x = torch.ones(3, device="jax")
+  with torchax.eager_mode("debug"):
+    x.exp().tanh()
+  assert len(waited) == 2
+
+
+def test_an_environment_has_a_mode():
+  env = torchax.Environment(torchax.Configuration(eager_mode="fused"))
+  with env:
+    assert deferred.is_recording()
+  assert not deferred.is_recording()
+
+
+WRONG = {
+  "eager_mode": (
+    lambda: torchax.eager_mode("lazy"),
+    "eager_mode and TORCHAX_EAGER expect one of 'strict', 'fused', 'debug', but got "
+    "'lazy'.",
+  ),
+  "Configuration": (
+    lambda: torchax.Configuration(eager_mode="lazy"),
+    "eager_mode expects one of None, 'strict', 'fused', 'debug', but got 'lazy'.",
+  ),
+}
+
+
+@pytest.mark.parametrize("call, text", WRONG.values(), ids=WRONG)
+def test_other_modes_are_refused(call, text):
+  with pytest.raises(ValueError) as raised:
+    call()
+  assert str(raised.value) == text
+  assert not deferred.is_recording()
+
+
+def test_the_environment_variable_sets_the_mode():
+  program = "import torchax.core.deferred as d; print(d.is_recording())"
+  run = subprocess.run(
+    [sys.executable, "-c", program],
+    env={"TORCHAX_EAGER": "fused", "JAX_PLATFORMS": "cpu", "PATH": ""},
+    capture_output=True,
+    text=True,
+  )
+  assert run.stdout.strip() == "True", run.stderr

@@ -1,0 +1,508 @@
+"""Modes of eager operations: strict, fused and debug.
+
+In the fused mode `Recorder.call` stands between an operation and its compiled program.
+It walks a tree of the sequences seen so far. An operation that extends a known sequence
+is recorded: its results are `Pending`, with a shape and a dtype. Any other operation
+runs at once and extends the tree. A segment of operations ends when a value of it is
+read, or when an operation starts a known sequence again. A segment that has ended the
+same way before is compiled as one program; its first time, its operations run one after
+the other. So nothing is compiled that has not repeated.
+
+A tensor whose values are pending has a `Deferred` storage (`storage.py`). Reading its
+array ends the segment, so code that does not know of this module gets arrays.
+"""
+
+import concurrent.futures
+import gc
+import itertools
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+
+from torchax import logs
+from torchax.compat import jax_compat, user_code
+from torchax.config import EAGER_MODES
+from torchax.core import program_limit
+
+VARIABLE = "TORCHAX_EAGER"
+
+# Most operations of a segment, and of the tree of a thread.
+_LONGEST, _MOST_STEPS = 8192, 65536
+# Most programs of segments with the same operations and other results.
+_MOST_PROGRAMS = 8
+# A segment is this long before an operation that starts a known sequence ends it.
+_SHORTEST = 16
+# After this many operations in new sequences the recorder pauses, so that a program
+# that never repeats is not slowed down.
+_PATIENCE = 4096
+
+_ArrayImpl = jax_compat.ArrayImpl
+_NUMBERS = frozenset({int, float, bool, complex})
+_flatten, _unflatten = jax.tree.flatten, jax.tree.unflatten
+_SINGLE: Any = jax.tree.structure(0)
+_logger = logging.getLogger("torchax.eager")
+
+
+class Pending:
+  """Result of an operation in a segment that has not ended.
+
+  Attributes:
+    recorder: recorder of its thread.
+    index: position among the results of the segment; None when the segment has ended.
+    value: the array; None while the operation has not run.
+    shape, dtype: those of the array.
+  """
+
+  __slots__ = ("recorder", "index", "value", "shape", "dtype", "__weakref__")
+
+  def __init__(self, recorder: Any, index: int, shape, dtype, value: Any = None):
+    self.recorder, self.value = recorder, value
+    self.index: int | None = index
+    self.shape, self.dtype = shape, dtype
+
+  def read(self) -> jax.Array:
+    """Return the array; end the segment."""
+    if self.index is not None:
+      self.recorder.end()
+    return self.value
+
+
+ARRAYS = frozenset({_ArrayImpl, Pending})
+"""Types that an operation returns for an array."""
+
+
+class _Step:
+  """Operation at the end of a known sequence.
+
+  Args:
+    program: compiled program of the operation.
+    operands: tree of its operands.
+    references: for each operand, the index of the result that it is, or ~index of the
+      input that it is.
+
+  Attributes:
+    results: shape and dtype of each result.
+    structure: tree of the results; None for a single array.
+    ends: number of segments that have ended here.
+    programs: compiled segments that end here, by the indices of their results.
+  """
+
+  def __init__(self, program=None, operands=None, references=()):
+    self.program, self.operands, self.references = program, operands, references
+    self.results: list[tuple[Any, Any]] = []
+    self.structure: Any = None
+    self.ends = 0
+    self.programs: dict[frozenset, Callable] = {}
+
+
+class Recorder:
+  """Recorder of the operations of one thread."""
+
+  def __init__(self):
+    self._lock = threading.RLock()
+    # Recorded operations are traced and run in this context of JAX, on these devices.
+    self._context: tuple = ()
+    self._devices: set = set()
+    self._others: set = set()  # contexts of blocks, such as a default device
+    # Operations since the last compiled segment, left of a pause, and of the next one.
+    self._unfused, self._paused, self._next_pause = 0, 0, _PATIENCE
+    self._forget()
+    program_limit.register(self)
+
+  def clear(self) -> None:
+    """End the segment and forget all sequences."""
+    with self._lock:
+      self.end()
+      self._forget()
+
+  def age(self) -> None:
+    """Do nothing: `program_limit` drops programs of segments like all others."""
+
+  def _forget(self) -> None:
+    # Steps by the step before, and by program and operands.
+    self._root = _Step()
+    self._tree: dict[tuple, _Step] = {}
+    self._start()
+
+  def _start(self) -> None:
+    """Begin a segment."""
+    self._state = self._root
+    self._path: list[_Step] = []
+    self._inputs: list[Any] = []
+    self._positions: dict[int, int] = {}
+    self._results: list[weakref.ref] = []
+    # True if the operations of this segment have run, because its sequence is new.
+    self._has_run = False
+
+  def call(self, program, operands: Sequence):
+    """Record a call of a program; run it if the sequence is new.
+
+    Args:
+      program: compiled function, a `program_limit.Program`.
+      operands: its operands, a pytree whose leaves may be `Pending`.
+
+    Returns:
+      The program's pytree, with `Pending` for its arrays.
+    """
+    leaves, tree = _flatten(operands)
+    for position, leaf in enumerate(leaves):
+      if type(leaf) is Pending and leaf.recorder is not self:
+        leaves[position] = leaf.read()
+    with self._lock:
+      found = self._refer(leaves) if self._may_record() else None
+      if found is None:
+        return program(*_unflatten(tree, list(map(_read, leaves))))
+      references, kinds, inputs = found
+      key = (self._state, program, tree, *references, *kinds)
+      step = self._tree.get(key)
+      if step is None:
+        if self._restarts(program, tree, leaves):
+          self.end()
+          return self.call(program, operands)
+        return self._extend(key, leaves, references, inputs)
+      index = len(self._results)
+      results = [
+        Pending(self, index + offset, *result)
+        for offset, result in enumerate(step.results)
+      ]
+      if self._has_run:
+        self._run(step, leaves, results)
+      return self._advance(step, inputs, results)
+
+  def _may_record(self) -> bool:
+    if self._paused:
+      self._paused -= 1
+      return False
+    context = jax_compat.trace_context()
+    if context == self._context:
+      return True
+    if context not in self._others:
+      usual = _in_new_thread(jax_compat.trace_context)
+      if context == usual:  # at first, and after a change of `jax.config`
+        self.clear()
+        self._context, self._devices = usual, jax.device_put(0).devices()
+        return True
+      self._others.add(context)
+    return False
+
+  def _refer(self, leaves: list, is_first=False) -> tuple[list, list, list] | None:
+    """Return the references of operands, and the kinds and values of new inputs.
+
+    Return None if an operand cannot be recorded. Nothing changes.
+
+    Args:
+      leaves: operands; `Pending` of ended segments are replaced by their arrays.
+      is_first: the operation is the first one of a segment.
+    """
+    known = {} if is_first else self._positions
+    count = 0 if is_first else len(self._inputs)
+    references: list[int] = []
+    kinds: list[Any] = []
+    inputs: list[Any] = []
+    new: dict[int, int] = {}
+    for place, leaf in enumerate(leaves):
+      if type(leaf) is Pending:
+        if leaf.index is not None:
+          references.append(leaf.index)
+          continue
+        leaf = leaves[place] = leaf.value
+      position = known.get(id(leaf), new.get(id(leaf)))
+      if position is None or type(leaf) in _NUMBERS:
+        kind = self._kind(leaf)
+        if kind is None:
+          return None
+        kinds.append(kind)
+        position = new[id(leaf)] = count + len(inputs)
+        inputs.append(leaf)
+      references.append(~position)
+    return references, kinds, inputs
+
+  def _kind(self, leaf) -> Any:
+    """Return what a program depends on of an input; None if it cannot be one."""
+    cls = type(leaf)
+    if cls in _NUMBERS:
+      return cls
+    if cls is not _ArrayImpl:
+      is_array = hasattr(leaf, "dtype") and not isinstance(leaf, jax.core.Tracer)
+      return (cls, leaf.shape, leaf.dtype) if is_array else None
+    if jax_compat.is_committed(leaf) and leaf.devices() != self._devices:
+      return None
+    return leaf.aval
+
+  def _restarts(self, program, tree, leaves: list) -> bool:
+    """Return True if an operation on inputs alone starts a known sequence."""
+    if len(self._path) < _SHORTEST or Pending in map(type, leaves):
+      return False
+    found = self._refer(leaves, is_first=True)
+    if found is None:
+      return False
+    references, kinds, _ = found
+    return (self._root, program, tree, *references, *kinds) in self._tree
+
+  def _advance(self, step: _Step, inputs: list, results: list[Pending]):
+    """Append a step to the segment; return its results."""
+    self._state = step
+    self._path.append(step)
+    for leaf in inputs:
+      self._positions[id(leaf)] = len(self._inputs)
+      self._inputs.append(leaf)  # which keeps its id from being reused
+    self._results += map(weakref.ref, results)
+    if len(self._path) >= _LONGEST:
+      self.end()
+    return results[0] if step.structure is None else _unflatten(step.structure, results)
+
+  def _extend(self, key: tuple, leaves: list, references: list, inputs: list):
+    """Run an operation that is new here, and add it to the tree."""
+    if not self._has_run:
+      self._run_recorded()
+    _, program, tree, *_ = key
+    out = program(*_unflatten(tree, list(map(_known, leaves))))
+    arrays, structure = _flatten(out)
+    if not all(type(array) is _ArrayImpl for array in arrays):
+      self.end()
+      return out
+    step = self._tree[key] = _Step(program, tree, references)
+    step.results = [(array.shape, array.dtype) for array in arrays]
+    step.structure = None if structure == _SINGLE else structure
+    index = len(self._results)
+    results = [
+      Pending(self, index + offset, *result, array)
+      for offset, (result, array) in enumerate(zip(step.results, arrays))
+    ]
+    found = self._advance(step, inputs, results)
+    if len(self._tree) >= _MOST_STEPS:
+      self.clear()
+    return found
+
+  def _run(self, step: _Step, leaves: list, found: list[Pending]) -> None:
+    out = step.program(*_unflatten(step.operands, list(map(_known, leaves))))
+    for pending, array in zip(found, _flatten(out)[0]):
+      pending.value = array
+
+  def _run_recorded(self) -> None:
+    """Run the operations of the segment one after the other."""
+    wanted = {index for _, index in self._alive()}
+    arrays = _run_path(self._path, self._inputs, wanted)
+    for pending, index in self._alive():
+      pending.value = arrays[index]
+    self._has_run = True
+
+  def _alive(self) -> list[tuple[Pending, int]]:
+    """Return the results that are still in use, and their indices."""
+    pairs = zip([reference() for reference in self._results], itertools.count())
+    return [(pending, index) for pending, index in pairs if pending is not None]
+
+  def end(self) -> None:
+    """End the segment: its results have values then."""
+    with self._lock:
+      if not self._path:
+        return
+      if self._has_run or jax_compat.trace_context() == self._context:
+        self._end()
+      else:
+        _in_new_thread(self._end)
+
+  def _end(self) -> None:
+    state, path, alive = self._state, self._path, self._alive()
+    how = "ran one by one"
+    if alive and not self._has_run:
+      if state.ends:
+        how, self._unfused = "ran as one program", -len(path)
+        alive = self._run_compiled(state, alive)
+      else:
+        self._run_recorded()
+    state.ends += 1
+    if logs.is_enabled("eager"):
+      file, line = user_code.line() or ("?", 0)
+      _logger.info(
+        "%d operations %s, with %d results in use at %s:%d",
+        *(len(path), how, len(alive), file, line),
+      )
+    self._start()
+    self._unfused += len(path)
+    if self._unfused >= _PATIENCE:
+      self._unfused, self._paused = 0, self._next_pause
+      self._next_pause = min(2 * self._next_pause, 16 * _PATIENCE)
+    for pending, _ in alive:
+      pending.index = None
+
+  def _run_compiled(self, state: _Step, alive: list) -> list:
+    found = _program_for(state, alive)
+    if found is None:
+      gc.collect()  # results in reference cycles are not in use
+      alive = self._alive()
+      found = _program_for(state, alive)
+    if found is None:
+      if len(state.programs) >= _MOST_PROGRAMS:
+        state.programs.clear()
+      indices = frozenset([index for _, index in alive])
+      program = _compile(self._path[:], sorted(indices))
+      found = indices, state.programs.setdefault(indices, program)
+    indices, program = found
+    arrays = dict(zip(sorted(indices), program(*self._inputs)))
+    for pending, index in alive:
+      pending.value = arrays[index]
+    return alive
+
+
+def _read(leaf):
+  return leaf.read() if type(leaf) is Pending else leaf
+
+
+def _known(leaf):
+  return leaf.value if type(leaf) is Pending else leaf
+
+
+def _run_path(path: list[_Step], inputs: Sequence, wanted: Iterable[int]) -> dict:
+  """Run steps one after the other; return the wanted results by index.
+
+  Other results are dropped after their last use.
+  """
+  last = {index: len(path) for index in wanted}
+  for number, step in enumerate(path):
+    last.update({r: number for r in step.references if last.get(r) != len(path)})
+  results: dict[int, Any] = {}
+  count = 0
+  for number, step in enumerate(path):
+    leaves = [inputs[~r] if r < 0 else results[r] for r in step.references]
+    arrays = _flatten(step.program(*_unflatten(step.operands, leaves)))[0]
+    results.update(zip(itertools.count(count), arrays))
+    count += len(arrays)
+    for reference in step.references:
+      if reference >= 0 and last[reference] == number:
+        results.pop(reference, None)
+  return results
+
+
+def _program_for(state: _Step, alive: list) -> tuple[frozenset, Callable] | None:
+  """Return a program that returns at least these results, and their indices."""
+  wanted = frozenset([index for _, index in alive])
+  if wanted in state.programs:
+    return wanted, state.programs[wanted]
+  pairs = state.programs.items()
+  return next(((known, run) for known, run in pairs if wanted <= known), None)
+
+
+def _compile(path: list[_Step], indices: list[int]) -> Callable:
+  """Compile steps as one program, `inputs -> results`."""
+
+  def segment(*inputs):
+    results: list[Any] = []
+    for step in path:
+      leaves = [inputs[~r] if r < 0 else results[r] for r in step.references]
+      out = step.program.in_traces(*_unflatten(step.operands, leaves))
+      results += _flatten(out)[0]
+    return [results[index] for index in indices]
+
+  options = {"xla_allow_excess_precision": False}
+  return program_limit.jit(segment, is_of_user=True, compiler_options=options)
+
+
+def _in_new_thread(function: Callable) -> Any:
+  """Return `function()`, run outside of the contexts of this thread."""
+  with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    return pool.submit(function).result()
+
+
+class Use:
+  """`is_on`: a thread of this process has left the strict mode."""
+
+  is_on = False
+
+
+class _Thread(threading.local):
+  """Mode of a thread; `recorder` is None unless the mode is fused."""
+
+  def __init__(self):
+    self.recorder: Recorder | None = None
+    self._kept: Recorder | None = None
+    self.switch(os.environ.get(VARIABLE) or "strict")
+
+  def switch(self, mode: str) -> None:
+    """Change the mode; end the segment.
+
+    Raises:
+      ValueError: there is no such mode.
+    """
+    if mode not in EAGER_MODES:
+      words = ", ".join(map(repr, EAGER_MODES))
+      raise ValueError(
+        f"eager_mode and {VARIABLE} expect one of {words}, but got {mode!r}."
+      )
+    if self.recorder is not None:
+      self.recorder.end()
+    self.mode = mode
+    Use.is_on = Use.is_on or mode != "strict"
+    self._kept = self._kept or (Recorder() if mode == "fused" else None)
+    self.recorder = self._kept if mode == "fused" else None
+
+
+_thread = _Thread()
+
+
+class eager_mode:
+  """Mode of the eager operations of this thread; also a context manager.
+
+  "strict" (the default) runs each operation when it is called. "fused" runs sequences
+  of operations that repeat, such as the steps of a training loop, as one compiled
+  program; see Performance. "debug" waits for each operation, so that an error of the
+  device is raised at its line. The environment variable `TORCHAX_EAGER` sets the mode
+  of all threads.
+
+  Args:
+    mode: "strict", "fused" or "debug".
+
+  Raises:
+    ValueError: there is no such mode.
+
+  >>> x = torch.ones(2, device="jax")
+  >>> with torchax.eager_mode("fused"):
+  ...   for _ in range(3):
+  ...     x = x * 2 + 1
+  >>> x
+  tensor([15., 15.], device='jax:0')
+  """
+
+  def __init__(self, mode: str):
+    self._before = _thread.mode
+    _thread.switch(mode)
+
+  def __enter__(self) -> "eager_mode":
+    return self
+
+  def __exit__(self, *exc: Any) -> None:
+    _thread.switch(self._before)
+
+
+def is_recording() -> bool:
+  """Return True if operands may be `Pending`: in the fused mode, outside of traces."""
+  return _thread.recorder is not None and jax_compat.is_top_level()
+
+
+def run(program, operands: Sequence):
+  """Call a program in the mode of this thread; see `Recorder.call`."""
+  if not Use.is_on:
+    return program(*operands)
+  recorder = _thread.recorder
+  if recorder is None:
+    return run_at_once(program, operands)
+  return recorder.call(program, operands)
+
+
+def run_at_once(program, operands: Sequence):
+  """Call a program that may not be recorded."""
+  results = program(*values(operands))
+  return jax.block_until_ready(results) if _thread.mode == "debug" else results
+
+
+def values(tree):
+  """Return a tree with arrays for its `Pending` leaves."""
+  if not Use.is_on:
+    return tree
+  leaves, structure = _flatten(tree)
+  return _unflatten(structure, list(map(_read, leaves)))
