@@ -31,6 +31,7 @@ DEFAULTS = {
   "compilation_cache_size": 4096,
   "check_indices": False,
   "attention": "auto",
+  "eager_mode": None,
 }
 
 

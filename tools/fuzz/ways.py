@@ -27,8 +27,7 @@ class Way:
     source: `wrap(program)` as text, for scripts.
     nests: True if `jit` inside of the program compiles.
     mode: mode of eager operations.
-    runs: number of runs, of which the last is observed: the fused mode records the
-      second one, and compiles it.
+    runs: number of runs; only the last is observed. The fused mode compiles the second.
   """
 
   device: str

@@ -223,7 +223,10 @@ class Recorder:
     return references, kinds, inputs
 
   def _kind(self, leaf) -> Any:
-    """Return what a program depends on of an input; None if it cannot be one."""
+    """Return the properties of an input that its program depends on.
+
+    Return None if it cannot be an input.
+    """
     cls = type(leaf)
     if cls in _NUMBERS:
       return cls
