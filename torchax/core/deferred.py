@@ -43,6 +43,7 @@ _PATIENCE = 4096
 
 _ArrayImpl = jax_compat.ArrayImpl
 _NUMBERS = frozenset({int, float, bool, complex})
+_PLAIN = frozenset({_ArrayImpl, *_NUMBERS})
 _flatten, _unflatten = jax.tree.flatten, jax.tree.unflatten
 _SINGLE: Any = jax.tree.structure(0)
 _logger = logging.getLogger("torchax.eager")
@@ -149,6 +150,9 @@ class Recorder:
     Returns:
       The program's pytree, with `Pending` for its arrays.
     """
+    if self._paused > 0:
+      self._paused -= 1
+      return run_at_once(program, operands)
     leaves, tree = _flatten(operands)
     for position, leaf in enumerate(leaves):
       if type(leaf) is Pending and leaf.recorder is not self:
@@ -175,9 +179,7 @@ class Recorder:
       return self._advance(step, inputs, results)
 
   def _may_record(self) -> bool:
-    if self._paused:
-      self._paused -= 1
-      return False
+    """Return True in the context of JAX that segments run in."""
     context = jax_compat.trace_context()
     if context == self._context:
       return True
@@ -499,7 +501,9 @@ def run(program, operands: Sequence):
 
 def run_at_once(program, operands: Sequence):
   """Call a program that may not be recorded."""
-  results = program(*values(operands))
+  if not all(type(operand) in _PLAIN for operand in operands):
+    operands = values(operands)
+  results = program(*operands)
   return jax.block_until_ready(results) if _thread.mode == "debug" else results
 
 
