@@ -6,6 +6,7 @@ from source_tree import ROOT
 from tools import tables
 
 PAGES = {
+  "configuration_table": "reference/configuration.md",
   "dieharder_report": "dieharder.md",
   "layout_table": "rng-evidence.md",
   "library_table": "training-scripts.md",
