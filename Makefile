@@ -99,7 +99,7 @@ test-opinfo-quick: $(STAMP)
 test-opinfo: $(STAMP)
 	mkdir -p output
 	TORCHAX_OPINFO=full $(PYTEST) test/suites/opinfo --junitxml=output/opinfo.xml $(ARGS)
-	$(BIN)/python tools/operator_coverage.py output/opinfo.xml docs/operators.md
+	$(BIN)/python -m tools.operator_coverage output/opinfo.xml docs/operators.md
 
 test-bad-inputs: $(STAMP)
 	TORCHAX_BAD_INPUTS=all $(PYTEST) test/suites/faults/test_bad_inputs.py $(ARGS)

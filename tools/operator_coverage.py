@@ -1,6 +1,6 @@
 """Write the table of operators for the docs from the report of `make test-opinfo`.
 
-usage: python tools/operator_coverage.py REPORT.xml [LATER.xml …] docs/operators.md
+usage: python -m tools.operator_coverage REPORT.xml [LATER.xml …] docs/operators.md
 
 If an operator is in several reports, the last one counts.
 """
@@ -11,6 +11,8 @@ import pathlib
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
+
+from tools.operator_families import by_family
 
 CHECKS = {
   "forward": "results",
@@ -99,16 +101,27 @@ def _mark(dtypes, check: str) -> str:
   return next((_MARKS[kind] for kind in _WORST_FIRST if kind in kinds), "–")
 
 
-def _table(verdicts: Verdicts) -> list[str]:
-  lines = [
-    "| operator | dtypes | " + " | ".join(CHECKS.values()) + " |",
-    "|---|---|" + "---|" * len(CHECKS),
-  ]
-  for name, dtypes in sorted(verdicts.items()):
-    held = ", ".join(dtype for dtype in DTYPES if dtype in dtypes)
-    marks = [_mark(dtypes, check) for check in CHECKS]
-    lines.append(f"| `{name}` | {held} | " + " | ".join(marks) + " |")
-  return lines
+def _row(name: str, dtypes) -> str:
+  held = ", ".join(dtype for dtype in DTYPES if dtype in dtypes)
+  marks = [_mark(dtypes, check) for check in CHECKS]
+  return f"| `{name}` | {held} | " + " | ".join(marks) + " |"
+
+
+def families(rows: dict[str, str]) -> list[str]:
+  """Return links to the families of operators, then a heading and a table for each."""
+  links, sections = [], []
+  for family, names in by_family(list(rows)).items():
+    anchor = re.sub(r"\W+", "-", family.lower())
+    links.append(f"- [{family}](#{anchor}): {len(names)}")
+    sections += [
+      "",
+      f"## {family}",
+      "",
+      "| operator | dtypes | " + " | ".join(CHECKS.values()) + " |",
+      "|---|---|" + "---|" * len(CHECKS),
+      *(rows[name] for name in names),
+    ]
+  return [*links, *sections]
 
 
 def render(verdicts: Verdicts) -> str:
@@ -130,15 +143,21 @@ def render(verdicts: Verdicts) -> str:
       "labels; in float32 some 9,000 points of 540 operators. Differences are rows of",
       "`test/suites/opinfo/edge_expectations.py`.",
       "",
+      "## Results by dtype",
+      "",
       *_summary(verdicts),
       "",
-      "What PyTorch refuses on the CPU is not counted. Where operators differ:",
+      "What PyTorch refuses on the CPU is not counted.",
+      "",
+      "## Differences",
       "",
       *_differences(verdicts),
       "",
-      "All of them, over all inputs and the dtypes named:",
+      "## Families",
       "",
-      *_table(verdicts),
+      "The tables have each operator, over all inputs and the dtypes named.",
+      "",
+      *families({name: _row(name, dtypes) for name, dtypes in verdicts.items()}),
       "",
     ]
   )
@@ -146,7 +165,7 @@ def render(verdicts: Verdicts) -> str:
 
 def unneeded(verdicts: Verdicts) -> list[str]:
   """Return reasons of `test/suites/opinfo/expectations.py` that no verdict gives."""
-  sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "test"))
+  sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "test" / "suites"))
   expectations = importlib.import_module("opinfo.expectations")
   given = {
     verdict

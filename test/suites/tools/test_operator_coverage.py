@@ -2,8 +2,9 @@
 
 import pytest
 from opinfo import expectations
+from source_tree import ROOT
 
-from tools import operator_coverage
+from tools import operator_coverage, operator_families
 
 REPORT = """<testsuites><testsuite>
 <testcase name="test_agrees_with_cpu_torch[add-float32]"><properties>
@@ -40,6 +41,18 @@ def test_a_difference_is_named_with_its_reason(page):
 
 def test_an_operator_is_as_good_as_its_worst_dtype(page):
   assert "| `add` | float32, int64 | ✗ | – | – | ✓ | – | – | – |" in page
+
+
+def test_each_family_has_a_heading_and_a_link_to_it(page):
+  assert "- [Linear algebra](#linear-algebra): 1\n" in page
+  heading, table = page.split("\n## Linear algebra\n")[1].split("| `linalg.svd` |")
+  assert "\n## " not in heading and "| `add` |" in table.split("\n## ")[1]
+
+
+def test_each_operator_of_the_page_has_a_family():
+  page = (ROOT / "docs" / "operators.md").read_text(encoding="utf-8")
+  assert f"## {operator_families.OTHER}" not in page
+  assert operator_families.family_of("new") == operator_families.OTHER
 
 
 def test_the_last_report_of_an_operator_counts(tmp_path):
