@@ -81,6 +81,11 @@ def test_the_site_builds_without_a_warning(tmp_path):
   )
   done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
   assert done.returncode == 0, done.stdout + done.stderr
+  listed = (tmp_path / "llms.txt").read_text(encoding="utf-8")
+  docs = ROOT / "docs"
+  pages = {p.relative_to(docs).with_suffix("") for p in docs.rglob("*.md")}
+  missing = [page for page in pages if f"]({page}/): " not in listed]
+  assert missing == [pathlib.Path("index")]  # the home page is "./"
 
 
 @pytest.mark.parametrize("module", ["interop", "rng", "train", "export", "distributed"])
