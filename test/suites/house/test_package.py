@@ -13,7 +13,6 @@ import venv
 import zipfile
 
 import pytest
-import yaml
 from packaging.metadata import Metadata
 from packaging.requirements import Requirement
 from source_tree import PACKAGE, PROJECT, ROOT
@@ -133,39 +132,6 @@ def test_this_environment_meets_the_requirements():
     if not requirement.specifier.contains(importlib.metadata.version(requirement.name))
   ]
   assert not unmet
-
-
-def test_the_lowest_job_installs_the_lower_bounds():
-  workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
-  bounds = [
-    f"{requirement.name}=={specifier.version}"
-    for requirement in map(Requirement, PROJECT["dependencies"])
-    for specifier in requirement.specifier
-    if specifier.operator == ">="
-  ]
-  (command,) = re.findall(r"pip install (torch==.*)", workflow)
-  assert sorted(command.split()) == sorted(bounds)
-
-
-def test_ci_runs_newest_and_prerelease_versions_each_night():
-  text = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
-  workflow = yaml.safe_load(text)
-  jobs = workflow["jobs"]
-  # YAML reads the key `on` as True. Nothing may keep `newest` from running at night.
-  assert workflow[True]["schedule"][0]["cron"] and "if" not in jobs["newest"]
-  assert "schedule" in jobs["prerelease"]["if"]
-  assert workflow["env"]["PIP_EXTRA_INDEX_URL"].endswith("/whl/cpu")
-
-  def commands(job: str) -> str:
-    return "\n".join(step.get("run", "") for step in jobs[job]["steps"])
-
-  assert "constraints" not in commands("newest")
-  assert "examples/train_digits.py" in commands("newest")
-  assert "--pre torch" in commands("prerelease") and "--pre jax" in commands(
-    "prerelease"
-  )
-  for job in ("lowest", "newest", "prerelease"):
-    assert "python -m torchax" in commands(job) and "pytest" in commands(job)
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/get-started.md"])
