@@ -10,7 +10,8 @@ usage: python -m tools.port_upstream [PATCH | COMMIT | FIRST..LAST] [options]
 A changed function replaces the function of the same name here; its decorator keeps our
 `compiled=` and `static=`. Other functions go to a theme `ported`, with the helpers and
 imports that they need. Parts left to do by hand are listed with their lines upstream
-and here. A row is added to docs/upstream.md. Nothing is written if the input is wrong.
+and here. A row is added to docs/upstream.md, and each file with code of upstream gets a
+notice of its license. Nothing is written if the input is wrong.
 
 Exit status: 0 if nothing is left to do, 1 if parts are left to do by hand, 2 for input
 that cannot be carried over.
@@ -30,6 +31,10 @@ from tools.porting.tree import Tree, run_tests
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGE = "docs/upstream.md"
+# The license asks for it where code is copied and changed.
+NOTICE = (
+  "# Parts are from google/torchax: copyright 2025 Google LLC, Apache-2.0, changed.\n"
+)
 HEADER = ("commit", "subject", CARRIED, THERE, MEANINGLESS, BY_HAND, "date")
 
 
@@ -62,6 +67,7 @@ def main(arguments: list[str], root: pathlib.Path = ROOT) -> int:
     tree.written[PAGE] = page
     if not chosen.dry_run:
       tree.tidy(ROOT / "pyproject.toml")
+      tree.written = {path: with_notice(path, s) for path, s in tree.written.items()}
       tree.write()
   except PortError as error:
     print(f"Nothing was written. {error}", file=sys.stderr)
@@ -157,6 +163,11 @@ def _tests_of(tree: Tree, changed: set[str]) -> list[str]:
     if name == "ported.py":
       found += [t for t in tree.paths("test") if t == "test/registry/test_operators.py"]
   return found
+
+
+def with_notice(path: str, text: str) -> str:
+  """Return the text of a file, with the notice on top if it is Python without one."""
+  return text if NOTICE in text or not path.endswith(".py") else NOTICE + text
 
 
 def with_row(page: str, change: Change, items: list[Item]) -> str:

@@ -31,6 +31,8 @@ from upstream_projects import (
   with_operators,
 )
 
+from tools.port_upstream import NOTICE, with_notice
+
 TABLE = """mutation_ops_to_functional = {
   torch.ops.aten.add_: op_base.InplaceOp(torch.ops.aten.add),
 }
@@ -368,6 +370,7 @@ def test_a_change_is_carried(upstream, project, capsys, name, how):
   for path, parts in row.has.items():
     text = (project / path).read_text()
     compile(text, path, "exec")
+    assert text.startswith(NOTICE)
     for part in parts:
       assert part in text
   for path, parts in row.lacks.items():
@@ -376,6 +379,11 @@ def test_a_change_is_carried(upstream, project, capsys, name, how):
     assert {k: v for k, v in contents(project).items() if k != "docs/upstream.md"} == {
       k: v.encode() for k, v in PROJECT.items() if k != "docs/upstream.md"
     }
+
+
+def test_a_notice_is_written_once_and_only_in_python_files():
+  assert with_notice("a.py", NOTICE + "a = 1\n") == NOTICE + "a = 1\n"
+  assert with_notice("docs/upstream.md", "a\n") == "a\n"
 
 
 def test_a_patch_of_a_part_goes_in_where_ours_has_the_lines(upstream, project, capsys):
