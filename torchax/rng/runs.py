@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 
-from torchax.rng.ledger import Draw, Explainer, finish_plot, marker_area, plot_axes
+from torchax.rng.ledger import (
+  Draw,
+  Explainer,
+  Ledger,
+  finish_plot,
+  marker_area,
+  plot_axes,
+)
 
 # Compared in this order, most informative first.
 _FIELDS = ("key", "site", "shape", "distribution", "dtype", "op")
@@ -90,7 +97,9 @@ class Difference:
     return finish_plot(ax)
 
 
-def diff(first: Sequence[Draw], second: Sequence[Draw]) -> Difference | None:
+def diff(
+  first: Ledger | Sequence[Draw], second: Ledger | Sequence[Draw]
+) -> Difference | None:
   """Find the first draw in which two runs differ.
 
   Args:
