@@ -74,7 +74,10 @@ install: $(STAMP)
 demo: $(STAMP)
 	$(BIN)/python examples/train_digits.py $(ARGS)
 
-PYTEST := $(BIN)/python -m pytest -q --durations=10 --numprocesses=$(JOBS) --dist=worksteal
+# What XLA compiles for one test is kept for the others, and for the next run.
+KEPT := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/output/programs \
+  JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
+PYTEST := $(KEPT) $(BIN)/python -m pytest -q --durations=10 --numprocesses=$(JOBS) --dist=worksteal
 
 # Folders with targets of their own.
 ELSEWHERE := $(addprefix --ignore=test/suites/,opinfo ecosystem models)

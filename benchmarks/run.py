@@ -19,6 +19,7 @@ from benchmarks import (
   compiling,
   depth,
   eager,
+  eager_modes,
   first_step,
   host,
   lengths,
@@ -32,11 +33,12 @@ _OUT = flags.DEFINE_string("out", "output/benchmarks.json", "Path of the JSON.")
 _ONLY = flags.DEFINE_list(
   "only",
   [],
-  "Groups to run: eager, host, operators, calls, train_step, first_step, compiled, "
+  "Groups to run: eager, eager_modes, host, operators, calls, train_step, first_step, compiled, "
   "compiling, lengths, sharding, depth.",
 )
 _GROUPS = {
   "eager": eager,
+  "eager_modes": eager_modes,
   "host": host,
   "operators": operators,
   "calls": calls,
