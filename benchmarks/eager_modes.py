@@ -1,4 +1,4 @@
-"""Eager loops in the fused mode, beside the same loop compiled, strict or on the CPU."""
+"""Eager loops in the fused mode, beside compiled and strict ones and CPU torch."""
 
 import random
 from collections.abc import Callable

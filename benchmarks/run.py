@@ -33,8 +33,8 @@ _OUT = flags.DEFINE_string("out", "output/benchmarks.json", "Path of the JSON.")
 _ONLY = flags.DEFINE_list(
   "only",
   [],
-  "Groups to run: eager, eager_modes, host, operators, calls, train_step, first_step, compiled, "
-  "compiling, lengths, sharding, depth.",
+  "Groups to run: eager, eager_modes, host, operators, calls, train_step, first_step, "
+  "compiled, compiling, lengths, sharding, depth.",
 )
 _GROUPS = {
   "eager": eager,

@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import os
+import pathlib
 import re
 import subprocess
 import sys
