@@ -189,6 +189,32 @@ def test_another_thread_reads_results():
   assert found == [(x.exp() * 2).sum().item()] * 3
 
 
+TAKERS = {
+  "donation": interop.jax_jit(lambda x: x * 2, donate_argnums=0),
+  "deletion": lambda x: interop.jax_view(x).delete(),
+  "program": torch.compile(lambda x: x.add_(1), backend="jax"),
+}
+
+
+@pytest.mark.parametrize("take", TAKERS.values(), ids=TAKERS)
+def test_an_input_may_be_donated_or_deleted(take):
+  with torchax.eager_mode("fused"):
+    for _ in range(3):
+      x = torch.ones(1000).to("jax")
+      y = x + 1
+      take(x)
+      assert y.sum().item() == 2000
+
+
+def test_synchronize_runs_what_is_deferred(logged):
+  x = torch.ones(3, 19, device="jax")
+  with torchax.eager_mode("fused"):
+    for _ in range(3):
+      y = x.exp()
+      torch.jax.synchronize()
+  assert len(reports(logged)) == 3 and torch.equal(y.cpu(), x.exp().cpu())
+
+
 CONTEXTS = {
   "precision": lambda: jax.default_matmul_precision("highest"),
   "device": lambda: jax.default_device(jax.devices()[0]),

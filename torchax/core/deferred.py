@@ -484,6 +484,12 @@ class eager_mode:
     _thread.switch(self._before)
 
 
+def end() -> None:
+  """Run what this thread has deferred."""
+  if Use.is_on and _thread.recorder is not None:
+    _thread.recorder.end()
+
+
 def is_recording() -> bool:
   """Return True if operands may be `Pending`: in the fused mode, outside of traces."""
   return _thread.recorder is not None and jax_compat.is_top_level()

@@ -16,12 +16,14 @@ import jax
 import torch
 
 from torchax.compat import jax_compat, torch_compat
+from torchax.core import deferred
 from torchax.devices import placement
 from torchax.types import Device
 
 
 def live_arrays() -> list[jax.Array]:
   """Return all arrays of the process, including those still being computed."""
+  deferred.end()
   return jax.live_arrays()
 
 
