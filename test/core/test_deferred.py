@@ -148,6 +148,15 @@ def test_nothing_is_compiled_that_has_not_repeated():
   assert program_limit.count() == before
 
 
+def test_many_sequences_in_turn_are_not_compiled_at_once(logged):
+  x = torch.ones(30, device="jax")
+  with torchax.eager_mode("fused"):
+    for _ in range(2):
+      for length in range(2, 30):
+        x[:length].exp().sum().item()
+  assert set(reports(logged)) == {"2 operations ran one by one"}
+
+
 def test_a_sequence_that_changes_runs_its_operations(logged):
   x = torch.ones(3, 9, device="jax")
   with torchax.eager_mode("fused"):

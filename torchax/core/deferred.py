@@ -5,8 +5,8 @@ It walks a tree of the sequences seen so far. An operation that extends a known 
 is recorded: its results are `Pending`, with a shape and a dtype. Any other operation
 runs at once and extends the tree. A segment of operations ends when a value of it is
 read, or when an operation starts a known sequence again. A segment that has ended the
-same way before is compiled as one program; its first time, its operations run one after
-the other. So nothing is compiled that has not repeated.
+same way before is compiled as one program; the first times, its operations run one
+after the other. So nothing is compiled that has not repeated.
 
 A tensor whose values are pending has a `Deferred` storage (`storage.py`). Reading its
 array ends the segment, so code that does not know of this module gets arrays.
@@ -90,6 +90,7 @@ class _Step:
     results: shape and dtype of each result.
     structure: tree of the results; None for a single array.
     ends: number of segments that have ended here.
+    last: number of segments of the recorder that had ended then.
     programs: compiled segments that end here, by the indices of their results.
   """
 
@@ -97,7 +98,7 @@ class _Step:
     self.program, self.operands, self.references = program, operands, references
     self.results: list[tuple[Any, Any]] = []
     self.structure: Any = None
-    self.ends = 0
+    self.ends, self.last = 0, 0
     self.programs: dict[frozenset, Callable] = {}
 
 
@@ -128,6 +129,7 @@ class Recorder:
     # Steps by the step before, and by program and operands.
     self._root = _Step()
     self._tree: dict[tuple, _Step] = {}
+    self._ended = 0  # number of segments that ran one by one
     self._start()
 
   def _start(self) -> None:
@@ -316,12 +318,13 @@ class Recorder:
     state, path, alive = self._state, self._path, self._alive()
     how = "ran one by one"
     if alive and not self._has_run:
-      if state.ends:
+      if self._is_worth_compiling(state):
         how, self._unfused = "ran as one program", -len(path)
         alive = self._run_compiled(state, alive)
       else:
         self._run_recorded()
-    state.ends += 1
+    self._ended += not state.programs
+    state.ends, state.last = state.ends + 1, self._ended
     if logs.is_enabled("eager"):
       file, line = user_code.line() or ("?", 0)
       _logger.info(
@@ -335,6 +338,15 @@ class Recorder:
       self._next_pause = min(2 * self._next_pause, 16 * _PATIENCE)
     for pending, _ in alive:
       pending.index = None
+
+  def _is_worth_compiling(self, state: _Step) -> bool:
+    """Return True for a segment that ends often, beside those since its last end.
+
+    A training loop has few different segments, so the second one is compiled. Text
+    generation has some for each length, and compiling all takes minutes.
+    """
+    others = self._ended - state.last
+    return bool(state.programs) or state.ends * 4 > others
 
   def _run_compiled(self, state: _Step, alive: list) -> list:
     found = _program_for(state, alive)
