@@ -218,7 +218,26 @@ ARITHMETIC = {
   "gather": lambda x, i, mask: x.gather(1, i.abs()[:, :2] % 4),
   "embedding": lambda x, i, mask: F.embedding(i.abs() % len(x), x),
   "fill": lambda x, i, mask: torch.full_like(x, 2) - torch.ones_like(i),
+  "read by a mask": lambda x, i, mask: x[mask],
+  "read by a mask of rows": lambda x, i, mask: x[mask[:, 0]],
+  "read by a mask of columns": lambda x, i, mask: x[:, mask[0]],
+  "read by a mask and a number": lambda x, i, mask: x[mask[:, 0], 1],
+  "masked_select": lambda x, i, mask: torch.masked_select(x, mask[:, :1]),
+  "nonzero": lambda x, i, mask: mask.nonzero().int(),
+  "write by a mask": lambda x, i, mask: put(x, mask, x.flip(0)[mask]),
+  "write by a mask of rows": lambda x, i, mask: put(x, mask[:, 0], x[0] * 2),
+  "write another dtype": lambda x, i, mask: put(x, mask, i[mask].float() / 4),
+  "add in place": lambda x, i, mask: x.clone().add_(x.flip(0), alpha=3),
+  "add integers in place": lambda x, i, mask: x.clone().add_(i),
+  "add to a view": lambda x, i, mask: x.clone()[:, ::2].add_(1),
+  "fill in place": lambda x, i, mask: x.clone().masked_fill_(mask, 3),
 }
+
+
+def put(x, index, values):
+  x = x.clone()
+  x[index] = values
+  return x
 
 
 @pytest.mark.parametrize("function", ARITHMETIC.values(), ids=ARITHMETIC)
@@ -235,6 +254,28 @@ def test_host_arithmetic_has_bits_of_program(function, monkeypatch):
   for result in (found, compiled):
     assert result.dtype == expected.dtype
     torch.testing.assert_close(result.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+# Functions of floats (n, 4) and the number of elements that a mask chooses.
+MASKED = {
+  "read": lambda x, mask: x[mask],
+  "masked_select": lambda x, mask: torch.masked_select(x, mask),
+  "write": lambda x, mask: put(x, mask, x[mask] * 2),
+  "add in place": lambda x, mask: x[mask].add_(1),
+}
+
+
+@pytest.mark.parametrize("function", MASKED.values(), ids=MASKED)
+def test_other_counts_of_a_mask_compile_nothing(function):
+  x = given(next(SIZE), 4)
+  masks = [(x > limit).to("jax") for limit in (0, 20, 40, 60)]
+  there = x.to("jax")
+  function(there, masks[0])
+  with compile_events.recorded() as events:
+    found = [function(there, mask) for mask in masks[1:]]
+  assert not events
+  for result, mask in zip(found, masks[1:]):
+    assert torch.equal(result.cpu(), function(x, mask.cpu()))
 
 
 @pytest.mark.parametrize("scale", [1e-38, 1e-39, 1e-45])

@@ -51,7 +51,7 @@ def with_warmup(program: Program, on_host: Callable) -> Program:
       return program(*operands)
     paid = cost_by_shapes.get(shapes) or 0
     if paid < PROGRAM:
-      result = _run_in_numpy(on_host, operands)
+      result = run_in_numpy(on_host, operands)
       if result is not None:
         cost_by_shapes[shapes] = paid + CALL + result.nbytes
         return result
@@ -94,7 +94,7 @@ def as_numpy_operands(operands) -> tuple[list, SingleDeviceSharding | None] | No
   return arrays, sharding
 
 
-def _run_in_numpy(on_host: Callable, operands) -> jax.Array | None:
+def run_in_numpy(on_host: Callable, operands) -> jax.Array | None:
   """Return the result computed by numpy; None if the program must run."""
   prepared = as_numpy_operands(operands)
   if prepared is None:

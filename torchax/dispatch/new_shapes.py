@@ -15,6 +15,7 @@ import jax
 
 from torchax.core import numpy_fallback, program_limit
 from torchax.core.bounded_cache import BoundedCache
+from torchax.core.chains import WHOLE
 from torchax.core.numpy_fallback import shape_of
 from torchax.core.program_limit import Program
 from torchax.dispatch.operands import Flattener
@@ -47,13 +48,51 @@ def with_warmup(
     return _with_shared_bits(program, elements)
   if on_host is None:
     return program
+  run = functools.partial(_run_on_host, on_host, flattener, static_key)
+  return numpy_fallback.with_warmup(program, run)
 
-  def run_on_host(operands):
-    args, kwargs = flattener.rebuild_on_host(static_key, operands)
-    is_small = numpy_fallback.is_small((*args, *kwargs.values()))
-    return on_host(*args, **kwargs) if is_small else None
 
-  return numpy_fallback.with_warmup(program, run_on_host)
+def with_warmup_of_write(
+  program: Program, operator: Operator, flattener: Flattener, static_key, write
+) -> Program:
+  """Return the program of an in-place operation, with the operator's fallback.
+
+  Only for a target that is no view, and whose dtype and shape the result has.
+
+  Args:
+    program: compiled function of the base and the operands, with `in_traces`.
+    operator, flattener, static_key: see `with_warmup`.
+    write: see `Plan.run`.
+  """
+  on_host = operator.execution.on_host
+  if on_host is None or write[0] is not WHOLE:
+    return program
+  _, dtype, shape = write
+
+  def run(operands):
+    result = _run_on_host(on_host, flattener, static_key, operands[1:])
+    fits = result is not None and (result.dtype, result.shape) == (dtype, shape)
+    return result if fits else None
+
+  return numpy_fallback.with_warmup(program, run)
+
+
+def run_in_numpy(operator: Operator, flattener: Flattener, static_key, operands):
+  """Return the result of an operation that does not compile, by its fallback.
+
+  None if it has none, or if the arguments are large or not on the host.
+  """
+  on_host = operator.execution.on_host
+  if on_host is None:
+    return None
+  run = functools.partial(_run_on_host, on_host, flattener, static_key)
+  return numpy_fallback.run_in_numpy(run, operands)
+
+
+def _run_on_host(on_host: Callable, flattener: Flattener, static_key, operands):
+  args, kwargs = flattener.rebuild_on_host(static_key, operands)
+  is_small = numpy_fallback.is_small((*args, *kwargs.values()))
+  return on_host(*args, **kwargs) if is_small else None
 
 
 def _with_shared_bits(program: Program, elements: Callable) -> Program:

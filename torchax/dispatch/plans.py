@@ -17,7 +17,7 @@ from torchax.compat import jax_compat
 from torchax.core import deferred, grad_mode, mappings
 from torchax.core.deferred import ARRAYS
 from torchax.core.partitions import Partition
-from torchax.dispatch import explaining, index_checks, torch_checks
+from torchax.dispatch import explaining, index_checks, new_shapes, torch_checks
 from torchax.dispatch.lowering import Lowering
 from torchax.dispatch.programs import Programs
 from torchax.dispatch.sampling import Sampling
@@ -129,7 +129,14 @@ class Plan:
     # Samplers are compiled inside traces too: `jax.checkpoint` outside of jit would
     # run one operation by operation, which rounds differently.
     if may_compile is False or (self._is_inlined() and not self.is_sampler):
-      return self.lowering.inline(static_key, write, deferred.values(operands))
+      operands = deferred.values(operands)
+      result = None
+      if write is None and jax_compat.is_top_level():
+        given = self.operator, self.flattener, static_key, operands
+        result = new_shapes.run_in_numpy(*given)
+      if result is None:
+        result = self.lowering.inline(static_key, write, operands)
+      return result
     # `programs.cache_key`, inlined to save a Python call.
     cache_key = static_key if write is None else (write, static_key)
     if sharding is not None:

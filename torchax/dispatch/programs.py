@@ -84,11 +84,12 @@ class Programs:
       example = torch_checks.Example(self, lowering.op, args, kwargs)
     function = lowering.program(static_key, write, example)
     program = compiling.jit_if_possible(function, self._operator, sharding)
-    if write is not None or sharding is not None:
+    if sharding is not None:
       return program
-    return new_shapes.with_warmup(
-      program, self._operator, lowering.flattener, static_key
-    )
+    given = self._operator, lowering.flattener, static_key
+    if write is not None:
+      return new_shapes.with_warmup_of_write(program, *given, write)
+    return new_shapes.with_warmup(program, *given)
 
   def _shared_program(self, args, kwargs, static_key, write) -> Program | None:
     """Return the shared program, with the numbers of this call filled in.

@@ -230,8 +230,35 @@ def embedding(weight, indices, *_ignored):
 
 
 def index(self, indices):
-  """Index with integer arrays; calls with masks are not compiled."""
-  return np.array(self[tuple(slice(None) if i is None else i for i in indices)])
+  """Index with integer arrays and masks."""
+  return np.array(self[_index(indices)])
+
+
+def index_put(self, indices, values, accumulate=False, unsafe=False):
+  """Write the k-th value at the k-th True of the only index, a mask."""
+  masks = [index for index in indices if index is not None]
+  is_by_mask = len(masks) == 1 and masks[0].dtype in (np.bool_, np.uint8)
+  if accumulate or not is_by_mask or values.dtype != self.dtype:
+    return None
+  result = np.array(self)
+  result[_index(indices)] = values
+  return result
+
+
+def masked_select(self, mask):
+  """Select the elements where the mask is true."""
+  shape = np.broadcast_shapes(self.shape, mask.shape)
+  if mask.dtype != np.bool_:
+    return None
+  return np.broadcast_to(self, shape)[np.broadcast_to(mask, shape)]
+
+
+def _index(indices) -> tuple:
+  """Return the indices for numpy, in which bytes are not masks."""
+  return tuple(
+    slice(None) if i is None else i.astype(bool) if i.dtype == np.uint8 else i
+    for i in indices
+  )
 
 
 def index_select(self, dim, index):

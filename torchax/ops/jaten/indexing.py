@@ -290,6 +290,7 @@ def _write_masked(self, axis, mask, values, accumulate):
   check=_check_index_put,
   rules=_rules,
   takes_cpu=True,
+  on_host=_on_host.index_put,
 )
 def _aten_index_put(self, indices, values, accumulate=False, unsafe=False):
   """Return a copy of `self` with `values` written or accumulated at `indices`."""
@@ -314,7 +315,7 @@ def _aten_unsafe_index_put(self, indices, values, accumulate=False):
 # --- masks -----------------------------------------------------------------------
 
 
-@op(aten.masked_select, compiled=False)
+@op(aten.masked_select, compiled=False, on_host=_on_host.masked_select)
 def _aten_masked_select(self, mask):
   """Return the elements where the mask is True, in one dimension."""
   if mask.dtype != bool:
