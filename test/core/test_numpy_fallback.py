@@ -224,6 +224,12 @@ ARITHMETIC = {
   "read by a mask and a number": lambda x, i, mask: x[mask[:, 0], 1],
   "masked_select": lambda x, i, mask: torch.masked_select(x, mask[:, :1]),
   "nonzero": lambda x, i, mask: mask.nonzero().int(),
+  "any": lambda x, i, mask: mask.any(),
+  "all along a dimension": lambda x, i, mask: mask.all(1, keepdim=True),
+  "bincount": lambda x, i, mask: torch.bincount(i.abs().flatten()).int(),
+  "repeat": lambda x, i, mask: x.repeat_interleave(i[:, 0].abs() % 3, 0),
+  "repeat each": lambda x, i, mask: i.repeat_interleave(2),
+  "repeat positions": lambda x, i, mask: torch.repeat_interleave(i[:, 0].abs() % 3),
   "write by a mask": lambda x, i, mask: put(x, mask, x.flip(0)[mask]),
   "write by a mask of rows": lambda x, i, mask: put(x, mask[:, 0], x[0] * 2),
   "write another dtype": lambda x, i, mask: put(x, mask, i[mask].float() / 4),
@@ -262,6 +268,9 @@ MASKED = {
   "masked_select": lambda x, mask: torch.masked_select(x, mask),
   "write": lambda x, mask: put(x, mask, x[mask] * 2),
   "add in place": lambda x, mask: x[mask].add_(1),
+  "any": lambda x, mask: (x[mask] > 3).any(),
+  "bincount": lambda x, mask: torch.bincount((x[mask] > 3).int()).int(),
+  "repeat": lambda x, mask: x.repeat_interleave(mask[:, 0].int(), 0),
 }
 
 

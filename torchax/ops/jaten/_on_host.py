@@ -12,6 +12,7 @@ import math
 
 import jax
 import numpy as np
+import torch
 
 from torchax.core import mappings
 from torchax.ops.promotion import default_float
@@ -251,6 +252,43 @@ def masked_select(self, mask):
   if mask.dtype != np.bool_:
     return None
   return np.broadcast_to(self, shape)[np.broadcast_to(mask, shape)]
+
+
+def truth(function):
+  """Return the numpy version of `any` or `all`, for bools."""
+
+  def on_host(self, dim=None, keepdim=False):
+    if self.dtype != np.bool_ or dim == ():
+      return None
+    axis = tuple(dim) if isinstance(dim, list | tuple) else dim
+    return np.asarray(function(self, axis, keepdims=bool(keepdim)))
+
+  return on_host
+
+
+def bincount(self, weights=None, minlength=0):
+  """Count integers; the lowering refuses negative ones, and sums weights."""
+  is_valid = self.ndim == 1 and self.dtype.kind in "iu" and self.min(initial=0) >= 0
+  if weights is not None or not is_valid:
+    return None
+  counts = np.bincount(self, minlength=minlength)
+  return counts.astype(mappings.t2j_dtype(torch.int64))
+
+
+def repeat_interleave(self, repeats, dim=None, *, output_size=None):
+  """Repeat slices; the lowering refuses wrong numbers of repeats."""
+  total = self.shape[dim or 0] if self.ndim else 1
+  total = self.size if dim is None else total
+  count = int(repeats) * total if np.ndim(repeats) == 0 else int(np.sum(repeats))
+  if np.min(repeats, initial=0) < 0 or output_size not in (None, count):
+    return None
+  return np.repeat(self, repeats, dim)
+
+
+def repeat_interleave_positions(repeats, *, output_size=None):
+  """Repeat each position of `repeats` as often as the number there says."""
+  positions = np.arange(len(repeats), dtype=repeats.dtype)
+  return repeat_interleave(positions, repeats, 0, output_size=output_size)
 
 
 def _index(indices) -> tuple:

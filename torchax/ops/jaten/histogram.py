@@ -13,6 +13,7 @@ import torch
 from torchax.core import mappings
 from torchax.core.static_values import StaticValue
 from torchax.ops.builtin import op
+from torchax.ops.jaten import _on_host
 from torchax.registry.index_rules import Condition
 from torchax.registry.names import aten
 
@@ -70,7 +71,7 @@ def _aten_histc(self, bins=100, min=0, max=0):
   return jnp.where(is_finite, counts, jnp.nan).astype(self.dtype)
 
 
-@op(aten.bincount, compiled=False)
+@op(aten.bincount, compiled=False, on_host=_on_host.bincount)
 def _aten_bincount(self, weights=None, minlength=0):
   if isinstance(self, jax.core.Tracer):
     raise TypeError(

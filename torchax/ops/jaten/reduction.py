@@ -9,13 +9,14 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from torchax.core import grad_mode, mappings
 from torchax.core.static_values import StaticValue
 from torchax.errors import TracedStateError
 from torchax.ops.builtin import op
-from torchax.ops.jaten import _numbers
+from torchax.ops.jaten import _numbers, _on_host
 from torchax.ops.jaten._arguments import dim_of, require_no_bool
 from torchax.ops.promotion import int64, is_exact, promote, to_float
 from torchax.registry.names import aten, prims
@@ -102,12 +103,12 @@ def _truth(reduce, self, dim, keepdim):
   return truth.astype(jnp.uint8) if self.dtype == jnp.uint8 else truth
 
 
-@op(aten.any)
+@op(aten.any, on_host=_on_host.truth(np.any))
 def _aten_any(self, dim=None, keepdim=False):
   return _truth(jnp.any, self, dim, keepdim)
 
 
-@op(aten.all)
+@op(aten.all, on_host=_on_host.truth(np.all))
 def _aten_all(self, dim=None, keepdim=False):
   return _truth(jnp.all, self, dim, keepdim)
 

@@ -82,6 +82,7 @@ def _repeats_rule(repeats):
   aten.repeat_interleave.self_int,
   compiled=_has_known_length,
   rules=lambda self, repeats, *rest, **named: _repeats_rule(repeats),
+  on_host=_on_host.repeat_interleave,
 )
 def repeat_interleave(self, repeats, dim=None, *, output_size=None):
   """Repeat each slice along `dim`, or each element without `dim`.
@@ -113,6 +114,7 @@ def _require_length(repeats, output_size) -> None:
   aten.repeat_interleave.Tensor,
   compiled=_has_known_length,
   rules=lambda repeats, **named: _repeats_rule(repeats),
+  on_host=_on_host.repeat_interleave_positions,
 )
 def _aten_repeat_interleave_tensor(repeats, *, output_size=None):
   """Return each position repeated `repeats` times, in the dtype of `repeats`."""
