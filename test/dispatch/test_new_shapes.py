@@ -38,6 +38,18 @@ DRAWS = {
   "dropout of everything": lambda x: F.dropout(x, 1.0),
   "dropout of a rare half": lambda x: F.dropout(x, 0.5),
   "a mask": lambda x: keep_mask(x, (2, *x.shape), 0.3),
+  "rand": lambda x: torch.rand(x.shape, device="jax"),
+  "rand in half precision": lambda x: torch.rand(
+    x.shape, device="jax", dtype=torch.bfloat16
+  ),
+  "complex rand": lambda x: torch.rand(x.shape, device="jax", dtype=torch.complex64),
+  "randn": lambda x: torch.randn(x.shape, device="jax"),
+  "randn of many": lambda x: torch.randn(71, *x.shape, device="jax"),
+  "complex randn": lambda x: torch.randn(x.shape, device="jax", dtype=torch.complex64),
+  "randint": lambda x: torch.randint(3, 10, x.shape, device="jax"),
+  "randint below a power of two": lambda x: torch.randint(
+    8, x.shape, device="jax", dtype=torch.uint8
+  ),
 }
 
 

@@ -86,6 +86,16 @@ def _random_bits(key_data, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
   return (left ^ right).astype(f"uint{bit_width}")
 
 
+def bits(key: jax.Array | Words, shape: tuple[int, ...], dtype) -> jax.Array:
+  """Return `jax.random.bits(key, shape, dtype)`; the key may be `Words`."""
+  if not isinstance(key, Words):
+    return jax.random.bits(key, shape, dtype)
+  first, second = two_words(key, shape)
+  if jnp.iinfo(dtype).bits < 64:
+    return first.astype(dtype)
+  return ((first ^ second).astype(dtype) << 32) | second.astype(dtype)
+
+
 def two_words(
   key: jax.Array | Words, shape: tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from torchax.rng.positions import words_at
-from torchax.rng.threefry import second_words, two_words
+from torchax.rng.threefry import bits, second_words, two_words
 
 _31_BITS = 0x7FFFFFFF
 
@@ -24,9 +24,9 @@ def unit(key, shape, dtype) -> jax.Array:
   """
   digits = jnp.finfo(dtype).nmant + 1
   width = max(8, 1 << (digits - 1).bit_length())
-  bits = jax.random.bits(key, shape, f"uint{width}") >> (width - digits)
+  shifted = bits(key, shape, f"uint{width}") >> (width - digits)
   # Signed integers convert much faster; the sign bit is 0 after the shift.
-  signed = bits.astype(jnp.int64 if width == 64 else jnp.int32)
+  signed = shifted.astype(jnp.int64 if width == 64 else jnp.int32)
   wide = jnp.promote_types(dtype, jnp.float32)
   return (signed.astype(wide) * np.asarray(2.0**-digits, wide)).astype(dtype)
 
@@ -38,9 +38,9 @@ def halves(key, shape, dtype) -> tuple[jax.Array, jax.Array]:
   float64, down to 2**-64.
   """
   if dtype == jnp.float64:
-    bits = jax.random.bits(key, shape, jnp.uint64)
-    upper = bits >> 63 != 0
-    first = jnp.where(upper, ~bits, bits).astype(jnp.int64)
+    word = bits(key, shape, jnp.uint64)
+    upper = word >> 63 != 0
+    first = jnp.where(upper, ~word, word).astype(jnp.int64)
     return upper, first.astype(dtype) * 2.0**-64 + 2.0**-65
   first, second = two_words(key, shape)
   upper = first > _31_BITS
@@ -106,12 +106,12 @@ def scale_to_integer(key, shape, span, dtype) -> jax.Array:
   2**-32 of themselves, or 2**-64 for uint64. `span` is an int from 1 to 2**32 (or
   2**64), or an array of the dtype.
   """
-  bits = jnp.iinfo(dtype).bits
+  width = jnp.iinfo(dtype).bits
   if isinstance(span, int) and span & (span - 1) == 0:
-    shift = bits + 1 - span.bit_length()
-    word = jax.random.bits(key, shape, dtype)
-    return word >> shift if shift < bits else jnp.zeros(shape, dtype)
-  if bits == 32:
+    shift = width + 1 - span.bit_length()
+    word = bits(key, shape, dtype)
+    return word >> shift if shift < width else jnp.zeros(shape, dtype)
+  if width == 32:
     first, second = two_words(key, shape)
   else:
     first = jax.random.bits(key, shape, dtype)

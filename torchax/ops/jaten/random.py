@@ -5,6 +5,9 @@ The samplers are in `torchax/rng/samplers.py` and `rejection.py`, the gradients 
 errors.
 """
 
+import math
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,21 +47,42 @@ def _check_size(size, **_):
   require_size(size)
 
 
+def _words(size, dtype) -> int:
+  """Return the number of random words of floats or complex numbers."""
+  return math.prod(size) * (2 if dtype is not None and dtype.is_complex else 1)
+
+
+def _words_of_integers(size) -> int:
+  """Return the number of random words of integers; 64 bits have no shared ones."""
+  return math.prod(size) if not jax.config.jax_enable_x64 else sys.maxsize
+
+
 # Uniform and normal ----------------------------------------------------------------
 
 
-@_sampler(aten.rand, check=_check_size, distribution="uniform(0, 1)")
+@_sampler(
+  aten.rand,
+  check=_check_size,
+  distribution="uniform(0, 1)",
+  is_exact=True,
+  shared_bits=lambda size, *, dtype=None, **_: _words(size, dtype),
+)
 def _rand(key, size, *, names=None, dtype=None):
   return samplers.uniform(key, size, require_float("rand", _dtype(dtype), True))
 
 
-@_sampler(aten.rand_like, distribution="uniform(0, 1)")
+@_sampler(aten.rand_like, distribution="uniform(0, 1)", is_exact=True)
 def _aten_rand_like(key, self, *, dtype=None):
   dtype = require_float("rand_like", _dtype_like(self, dtype), True)
   return samplers.uniform(key, self.shape, dtype)
 
 
-@_sampler(aten.randn, check=_check_size, distribution="normal(0, 1)")
+@_sampler(
+  aten.randn,
+  check=_check_size,
+  distribution="normal(0, 1)",
+  shared_bits=lambda size, *, dtype=None, **_: _words(size, dtype),
+)
 def _aten_randn(key, size, *, names=None, dtype=None):
   return samplers.normal(key, size, require_float("randn", _dtype(dtype), True))
 
@@ -150,7 +174,11 @@ def _integer_sampler(*ops, low="low", high="high", **options):
   return _sampler(*ops, prepare=prepare, is_exact=True, **options)
 
 
-@_integer_sampler(aten.randint, check=_check_randint)
+@_integer_sampler(
+  aten.randint,
+  check=_check_randint,
+  shared_bits=lambda *args, dtype=None: _words_of_integers(args[-1]),
+)
 def _aten_randint(key, *args, dtype=None):
   low, high, size = args if len(args) == 3 else (0, *args)
   return _integers(key, size, mappings.t2j_dtype(dtype or torch.int64), low, high)
