@@ -46,6 +46,9 @@ DRAWS = {
   "randn": lambda x: torch.randn(x.shape, device="jax"),
   "randn of many": lambda x: torch.randn(71, *x.shape, device="jax"),
   "complex randn": lambda x: torch.randn(x.shape, device="jax", dtype=torch.complex64),
+  "uniform_": lambda x: x.clone().uniform_(-0.3, 0.7),
+  "uniform_ of a view": lambda x: x.clone()[:, 1:].uniform_(-0.3, 0.7),
+  "normal_": lambda x: x.clone().normal_(1, 0.3),
   "randint": lambda x: torch.randint(3, 10, x.shape, device="jax"),
   "randint below a power of two": lambda x: torch.randint(
     8, x.shape, device="jax", dtype=torch.uint8

@@ -28,51 +28,37 @@ _MOST_SHAPES = 4096
 
 
 def with_warmup(
-  program: Program, operator: Operator, flattener: Flattener, static_key
+  program: Program, operator: Operator, flattener: Flattener, static_key, write=None
 ) -> Program:
   """Return the program, with the operator's fallback for new shapes around it.
+
+  numpy computes an in-place operation only for a target that is no view, and that has
+  the dtype and shape of the result.
 
   Args:
     program: compiled function of operands, with `in_traces`.
     operator: operator of its lowering.
     flattener: restores the arguments from the operands.
     static_key: static key of the program.
+    write: see `Plan.run`; the operands begin with the base then.
   """
   count, on_host = operator.draw.shared_bits, operator.execution.on_host
+  start = int(write is not None)
   if count is not None:
 
     def elements(*operands):
-      args, kwargs = flattener.rebuild(static_key, operands)
+      args, kwargs = flattener.rebuild(static_key, operands[start:])
       return count(*args, **kwargs)
 
     return _with_shared_bits(program, elements)
-  if on_host is None:
+  if on_host is None or (write is not None and write[0] is not WHOLE):
     return program
-  run = functools.partial(_run_on_host, on_host, flattener, static_key)
-  return numpy_fallback.with_warmup(program, run)
-
-
-def with_warmup_of_write(
-  program: Program, operator: Operator, flattener: Flattener, static_key, write
-) -> Program:
-  """Return the program of an in-place operation, with the operator's fallback.
-
-  Only for a target that is no view, and whose dtype and shape the result has.
-
-  Args:
-    program: compiled function of the base and the operands, with `in_traces`.
-    operator, flattener, static_key: see `with_warmup`.
-    write: see `Plan.run`.
-  """
-  on_host = operator.execution.on_host
-  if on_host is None or write[0] is not WHOLE:
-    return program
-  _, dtype, shape = write
 
   def run(operands):
-    result = _run_on_host(on_host, flattener, static_key, operands[1:])
-    fits = result is not None and (result.dtype, result.shape) == (dtype, shape)
-    return result if fits else None
+    result = _run_on_host(on_host, flattener, static_key, operands[start:])
+    if write is None or result is None:
+      return result
+    return result if (result.dtype, result.shape) == write[1:] else None
 
   return numpy_fallback.with_warmup(program, run)
 

@@ -86,10 +86,9 @@ class Programs:
     program = compiling.jit_if_possible(function, self._operator, sharding)
     if sharding is not None:
       return program
-    given = self._operator, lowering.flattener, static_key
-    if write is not None:
-      return new_shapes.with_warmup_of_write(program, *given, write)
-    return new_shapes.with_warmup(program, *given)
+    return new_shapes.with_warmup(
+      program, self._operator, lowering.flattener, static_key, write
+    )
 
   def _shared_program(self, args, kwargs, static_key, write) -> Program | None:
     """Return the shared program, with the numbers of this call filled in.

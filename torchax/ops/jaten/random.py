@@ -97,7 +97,11 @@ def _check_uniform(self, from_=0.0, to=1.0, **_):
   require_interval(from_, to, self.dtype)
 
 
-@_sampler(aten.uniform, check=_check_uniform)
+@_sampler(
+  aten.uniform,
+  check=_check_uniform,
+  shared_bits=lambda self, *bounds: _words(self.shape, mappings.j2t_dtype(self.dtype)),
+)
 def _aten_uniform(key, self, from_=0.0, to=1.0):
   dtype = require_float("uniform_", self.dtype, True)
   return samplers.uniform(key, self.shape, dtype, from_, to)
@@ -107,7 +111,12 @@ def _check_normal(self, mean=0.0, std=1.0, **_):
   require_std(std)
 
 
-@_sampler(aten.normal_functional, check=_check_normal, distribution="normal")
+@_sampler(
+  aten.normal_functional,
+  check=_check_normal,
+  distribution="normal",
+  shared_bits=lambda self, *given: _words(self.shape, mappings.j2t_dtype(self.dtype)),
+)
 def _aten_normal_functional(key, self, mean=0.0, std=1.0):
   return samplers.normal(
     key, self.shape, require_float("normal_", self.dtype, True), mean, std
