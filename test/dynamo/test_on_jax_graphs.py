@@ -254,7 +254,7 @@ def test_in_place_change_that_needs_a_gradient_raises(x, make):
   with pytest.raises(torchax.errors.MutationError, match="Return the new value") as e:
     make(lambda y: y.relu_() + 1)(y)
   if make is compiled:
-    assert "a function compiled with torch.compile changes" in str(e.value)
+    assert "<lambda> changes" in str(e.value)
 
 
 def test_in_place_change_of_a_parameter_raises_torchs_error(x):

@@ -10,6 +10,7 @@ import json
 import os
 import pathlib
 import re
+import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -106,16 +107,19 @@ def _times(events) -> Iterator[tuple[tuple[str, str], float]]:
   """Yield (program, instruction) of each event, and its seconds without inner ones."""
   found: list[list[Any]] = []
   running: list[list[Any]] = []
-  for event in sorted(events, key=lambda e: (e.start_ns, -e.duration_ns)):
-    stats = dict(event.stats)
+  with warnings.catch_warnings():
+    # JAX 0.12 aborts the process if its warning about the type of `stats` is an error.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    read = [(e.start_ns, e.duration_ns, dict(e.stats)) for e in events]
+  for start, duration, stats in sorted(read, key=lambda e: (e[0], -e[1])):
     if "hlo_op" not in stats:
       continue
-    while running and running[-1][0] <= event.start_ns:
+    while running and running[-1][0] <= start:
       running.pop()
     if running:
-      running[-1][2] -= event.duration_ns
+      running[-1][2] -= duration
     key = str(stats.get("hlo_module", "")), str(stats["hlo_op"])
-    running.append([event.start_ns + event.duration_ns, key, event.duration_ns])
+    running.append([start + duration, key, duration])
     found.append(running[-1])
   for _, key, nanoseconds in found:
     yield key, nanoseconds / 1e9

@@ -25,7 +25,14 @@ from torchax.devices.generator import Generator
 from torchax.dynamo import draws, on_jax, recurrent_graphs
 from torchax.dynamo.options import Options
 from torchax.dynamo.program import Keys, Program
-from torchax.graphs.fx import copy_graph, inner_graph, inputs, line_of, results_of
+from torchax.graphs.fx import (
+  copy_graph,
+  function_name,
+  inner_graph,
+  inputs,
+  line_of,
+  results_of,
+)
 from torchax.logs import is_enabled
 from torchax.rng import current, packing
 
@@ -86,7 +93,7 @@ def _compile_plain(module, example_inputs, options: Options) -> Callable:
   draws.add_input(module.graph)
   module.recompile()
   example = torch_compat.to_fake(torch.zeros(3, dtype=torch.uint32))
-  keys = Keys()
+  keys = Keys(function_name(module.graph) or "function")
   with torch_compat.keep_unused_draws():
     compiled = aot_module_simplified(
       module,

@@ -23,6 +23,7 @@ from torchax.graphs.fx import (
   draw_at_sites,
   example,
   example_tensors,
+  function_name,
   inner_graph,
   inputs,
   operation_name,
@@ -32,7 +33,7 @@ from torchax.interop import jax_jit
 from torchax.tensor import Tensor
 
 NAME = "a function compiled with torch.compile"
-"""Name of the function in messages; Dynamo does not pass the user's name for it."""
+"""Name of a function in messages if the frames of its nodes are unknown."""
 
 _SCALAR_TENSOR = torch.scalar_tensor
 
@@ -112,7 +113,7 @@ def _jit(
     args = arguments.in_trace(args)
     return results.box(args, forward(*args))
 
-  compiled_graph.__name__ = NAME
+  compiled_graph.__name__ = function_name(graph) or NAME
   return jax_jit(compiled_graph, kwargs)
 
 

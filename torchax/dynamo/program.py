@@ -50,6 +50,7 @@ class Keys:
   """Random state and results shared by the graphs of a function.
 
   Attributes:
+    function: name of the function.
     rng: name of the graphs' input with the packed key.
     draws: number of draws in one call of the forward pass.
     sites: number of draws at each site.
@@ -58,7 +59,8 @@ class Keys:
     visible: number of results of the forward graph for its caller, not to be saved.
   """
 
-  def __init__(self):
+  def __init__(self, function: str):
+    self.function = function
     self.rng = ""
     self.draws = 0
     self.sites: dict[str, int] = {}
@@ -122,7 +124,9 @@ class Program:
     def pure(static, form, constants, arrays):
       return self._trace(static, form, constants, arrays)
 
-    pure.__name__ = self.name
+    is_whole = self.name == "inference"
+    function = self.keys.function
+    pure.__name__ = function if is_whole else f"{function}_{self.name}"
     options = {}
     if self.options.compiler_options:
       options["compiler_options"] = self.options.compiler_options

@@ -196,6 +196,12 @@ def _is_of_user(frame) -> bool:
   return not frame[0].startswith((*user_code.LIBRARIES, _GENERATED))
 
 
+def function_name(graph: fx.Graph) -> str:
+  """Return the name of the function by the frames of its nodes; "" if unknown."""
+  frames = next(filter(None, map(_frames, graph.nodes)), None)
+  return frames[0][2] if frames else ""
+
+
 def line_of(node: fx.Node) -> str:
   """Return file, line and text of the innermost user code behind a node, or ""."""
   frames = list(filter(_is_of_user, _frames(node)))

@@ -223,3 +223,26 @@ def test_recording_is_off_outside_of_traces():
   with named_scopes.recording():
     assert named_scopes.is_recording()
   assert not named_scopes.is_recording()
+
+
+def step(x):
+  return (x * 2).tanh().sum()
+
+
+COMPILED = {
+  "plain": ("cpu", {"jit(step)"}),
+  "plain with gradients": ("cpu", {"jit(step_forward)", "jit(step_backward)"}),
+  "on jax": ("jax", {"jit(step)"}),
+}
+
+
+@pytest.mark.parametrize("way", COMPILED)
+def test_compiled_programs_have_the_name_of_the_function(way, names):
+  device, expected = COMPILED[way]
+  result = torch.compile(step, backend="jax")(
+    ones(device).requires_grad_("gradients" in way)
+  )
+  if result.requires_grad:
+    result.backward()
+  programs = {name.partition("/")[0] for name in names()}
+  assert expected <= programs
