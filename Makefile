@@ -25,6 +25,7 @@
 #   make bench-accelerator  measures on the device that JAX finds, as a table
 #   make test-accelerator   runs the tests of operations and programs there
 #   make docs    builds the site into site/
+#   make tutorials  runs docs/tutorials, writes the outputs and the notebooks
 #   make install makes the environment only
 #   make clean   removes what was built;  make distclean  the environment as well
 #
@@ -46,7 +47,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
   $$python -c '$(IS_RECENT)' 2>/dev/null && { echo $$python; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-changed test-programs test-distributions test-opinfo test-opinfo-quick test-bad-inputs test-close-numbers test-models test-samplers test-dieharder test-ecosystem test-ecosystem-quick test-statistics test-upstream test-torch test-accelerator fuzz soak bench-accelerator lint format bench docs clean distclean
+.PHONY: help install demo test test-changed test-programs test-distributions test-opinfo test-opinfo-quick test-bad-inputs test-close-numbers test-models test-samplers test-dieharder test-ecosystem test-ecosystem-quick test-statistics test-upstream test-torch test-accelerator fuzz soak bench-accelerator lint format bench docs tutorials clean distclean
 
 help:
 	@sed -n '/^#   make/s/^# //p' Makefile
@@ -181,6 +182,10 @@ test-accelerator: $(STAMP)
 
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+tutorials: $(STAMP)
+	for page in docs/tutorials/*.md; do \
+	  $(BIN)/python -m tools.notebooks "$$page" || exit 1; done
 
 clean:
 	rm -rf build dist site output *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

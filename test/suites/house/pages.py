@@ -5,6 +5,7 @@ import re
 
 from source_tree import ROOT
 
+TUTORIALS = sorted(ROOT.glob("docs/tutorials/*.md"))  # tools/notebooks.py runs them
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
 FENCE = re.compile(r"^( *)```(\w*)")
 

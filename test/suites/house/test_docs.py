@@ -9,23 +9,28 @@ import subprocess
 import sys
 
 import pytest
-from house.pages import PAGES, PROGRAMS
+from house.pages import PAGES, PROGRAMS, TUTORIALS
 from source_tree import ROOT
 
 pytestmark = pytest.mark.programs
 
-OPTIONAL = ("flax", "optax", "transformers")
+OPTIONAL = ("flax", "optax", "sklearn", "transformers")
 RUN_PAGE = (
   "import sys; exec(compile(sys.stdin.read(), sys.argv[1], 'exec'), "
   "{'__name__': '__main__'})"
 )
 
 
+def skip_without_libraries(program):
+  for library in OPTIONAL:
+    used = re.search(rf"(import|from) {library}\b", program)
+    if used and not importlib.util.find_spec(library):
+      pytest.skip(f"the page needs {library}, which is not installed")
+
+
 @pytest.mark.parametrize("page", PROGRAMS, ids=lambda page: page.name)
 def test_the_programs_of_a_page_run_in_order(page, tmp_path):
-  for library in OPTIONAL:
-    if f"import {library}" in PROGRAMS[page] and not importlib.util.find_spec(library):
-      pytest.skip(f"the page needs {library}, which is not installed")
+  skip_without_libraries(PROGRAMS[page])
   done = subprocess.run(
     [sys.executable, "-c", RUN_PAGE, str(page)],
     input=PROGRAMS[page],
@@ -35,6 +40,14 @@ def test_the_programs_of_a_page_run_in_order(page, tmp_path):
     text=True,
     check=False,
   )
+  assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+def test_a_tutorial_and_its_notebook_have_the_outputs_of_a_run(page):
+  skip_without_libraries(page.read_text(encoding="utf-8"))
+  command = sys.executable, "-m", "tools.notebooks", "--check", page
+  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
   assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -73,7 +86,7 @@ def test_the_reference_lists_the_public_names(module):
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES + TUTORIALS, ids=lambda page: page.name)
 def test_links_between_files_lead_somewhere(page):
   broken = [
     target

@@ -146,7 +146,7 @@ def test_torch_is_installed_from_its_cpu_builds_before_torchax(page):
 def test_nothing_installs_torchax_by_name():
   """A package index has google/torchax by that name."""
   command = re.compile(r"pip install\b[^\n`]*\btorchax\b")
-  files = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]
+  files = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]
   found = [
     f"{path.relative_to(ROOT)}: {match.group()}"
     for path in (*files, *PACKAGE.rglob("*.py"), *ROOT.glob(".github/**/*.yml"))
