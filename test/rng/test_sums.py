@@ -61,6 +61,8 @@ EXACT = {
   "randint": lambda x: torch.randint(-5, 9, (6,), device="jax"),
   "random_": lambda x: torch.empty_like(x).random_(7),
   "attention": lambda x: keep_mask(x, (2, 3), 0.3),
+  "rand": lambda x: torch.rand(x.shape, device="jax"),
+  "rand_like": lambda x: torch.rand_like(x, dtype=torch.bfloat16),
 }
 # Operations on floats that have one correct result, whatever surrounds them.
 _ONE_RESULT = {
@@ -94,5 +96,5 @@ def test_the_exact_samplers():
   }
   assert known == {
     *("bernoulli", "native_dropout", "_fused_dropout", "dropout", "keep_mask"),
-    *("randint", "randint_like", "random"),
+    *("rand", "rand_like", "randint", "randint_like", "random"),
   }
