@@ -1,12 +1,12 @@
 """Modes of eager operations: strict, fused and debug.
 
 In the fused mode `Recorder.call` stands between an operation and its compiled program.
-It walks a tree of the sequences seen so far. An operation that extends a known sequence
-is recorded: its results are `Pending`, with a shape and a dtype. Any other operation
-runs at once and extends the tree. A segment of operations ends when a value of it is
-read, or when an operation starts a known sequence again. A segment that has ended the
-same way before is compiled as one program; the first times, its operations run one
-after the other. So nothing is compiled that has not repeated.
+It walks a tree of the sequences seen so far. An operation in a sequence that repeats
+often is recorded: its results are `Pending`, with a shape and a dtype. Any other
+operation runs at once, and extends the tree if it is new. A segment of operations ends
+when a value of it is read, or when an operation starts a known sequence again. Then the
+recorded operations run as one compiled program. If the sequence has changed, they run
+one after the other. So nothing is compiled that has not repeated.
 
 A tensor whose values are pending has a `Deferred` storage (`storage.py`). Reading its
 array ends the segment, so code that does not know of this module gets arrays.
@@ -37,15 +37,14 @@ _LONGEST, _MOST_STEPS = 8192, 65536
 _MOST_PROGRAMS = 8
 # A segment is this long before an operation that starts a known sequence ends it.
 _SHORTEST = 16
-# After this many operations in new sequences the recorder pauses, so that a program
-# that never repeats is not slowed down.
-_PATIENCE = 4096
+# After this many operations without a compiled segment the recorder pauses, so that a
+# program that never repeats is not slowed down.
+_PATIENCE = 8192
 
 _ArrayImpl = jax_compat.ArrayImpl
 _NUMBERS = frozenset({int, float, bool, complex})
 _PLAIN = frozenset({_ArrayImpl, *_NUMBERS})
 _flatten, _unflatten = jax.tree.flatten, jax.tree.unflatten
-_SINGLE: Any = jax.tree.structure(0)
 _logger = logging.getLogger("torchax.eager")
 
 
@@ -76,28 +75,38 @@ class Pending:
 ARRAYS = frozenset({_ArrayImpl, Pending})
 """Types that an operation returns for an array."""
 
+_LEAVES = _PLAIN | ARRAYS
+
 
 class _Step:
   """Operation at the end of a known sequence.
 
   Args:
     program: compiled program of the operation.
-    operands: tree of its operands.
+    operands: tree of its operands; None for a flat list.
     references: for each operand, the index of the result that it is, or ~index of the
       input that it is.
-
-  Attributes:
     results: shape and dtype of each result.
     structure: tree of the results; None for a single array.
+
+  Attributes:
+    is_frequent: it is part of a segment that is compiled, so it is deferred.
     ends: number of segments that have ended here.
     last: number of segments of the recorder that had ended then.
     programs: compiled segments that end here, by the indices of their results.
   """
 
-  def __init__(self, program=None, operands=None, references=()):
+  __slots__ = (
+    *("program", "operands", "references", "results", "structure"),
+    *("is_frequent", "ends", "last", "programs"),
+  )
+
+  def __init__(
+    self, program=None, operands=None, references=(), results=(), structure=None
+  ):
     self.program, self.operands, self.references = program, operands, references
-    self.results: list[tuple[Any, Any]] = []
-    self.structure: Any = None
+    self.results, self.structure = results, structure
+    self.is_frequent = False
     self.ends, self.last = 0, 0
     self.programs: dict[frozenset, Callable] = {}
 
@@ -155,29 +164,29 @@ class Recorder:
     if self._paused > 0:
       self._paused -= 1
       return run_at_once(program, operands)
-    leaves, tree = _flatten(operands)
+    leaves, tree = list(operands), None
+    if not _LEAVES.issuperset(map(type, leaves)):
+      leaves, tree = _flatten(operands)
     for position, leaf in enumerate(leaves):
       if type(leaf) is Pending and leaf.recorder is not self:
         leaves[position] = leaf.read()
     with self._lock:
       found = self._refer(leaves) if self._may_record() else None
       if found is None:
-        return program(*_unflatten(tree, list(map(_read, leaves))))
+        return _call(program, tree, list(map(_read, leaves)))
       references, kinds, inputs = found
       key = (self._state, program, tree, *references, *kinds)
       step = self._tree.get(key)
-      if step is None:
-        if self._restarts(program, tree, leaves):
-          self.end()
-          return self.call(program, operands)
-        return self._extend(key, leaves, references, inputs)
+      if step is None and self._restarts(program, tree, leaves):
+        self.end()
+        return self.call(program, operands)
+      if step is None or self._has_run or not step.is_frequent:
+        return self._run(step, key, leaves, references, inputs)
       index = len(self._results)
       results = [
         Pending(self, index + offset, *result)
         for offset, result in enumerate(step.results)
       ]
-      if self._has_run:
-        self._run(step, leaves, results)
       return self._advance(step, inputs, results)
 
   def _may_record(self) -> bool:
@@ -263,33 +272,29 @@ class Recorder:
       self.end()
     return results[0] if step.structure is None else _unflatten(step.structure, results)
 
-  def _extend(self, key: tuple, leaves: list, references: list, inputs: list):
-    """Run an operation that is new here, and add it to the tree."""
+  def _run(self, step: _Step | None, key: tuple, leaves, references, inputs):
+    """Run an operation at once; if it is new here (`step` is None), extend the tree."""
     if not self._has_run:
       self._run_recorded()
     _, program, tree, *_ = key
-    out = program(*_unflatten(tree, list(map(_known, leaves))))
-    arrays, structure = _flatten(out)
-    if not all(type(array) is _ArrayImpl for array in arrays):
+    out = _call(program, tree, [*map(_known, leaves)])
+    is_single = type(out) is _ArrayImpl
+    arrays, structure = ([out], None) if is_single else _flatten(out)
+    if not is_single and not all(type(array) is _ArrayImpl for array in arrays):
       self.end()
       return out
-    step = self._tree[key] = _Step(program, tree, references)
-    step.results = [(array.shape, array.dtype) for array in arrays]
-    step.structure = None if structure == _SINGLE else structure
+    if step is None:
+      kinds = tuple([(array.shape, array.dtype) for array in arrays])
+      step = self._tree[key] = _Step(program, tree, references, kinds, structure)
     index = len(self._results)
     results = [
-      Pending(self, index + offset, *result, array)
-      for offset, (result, array) in enumerate(zip(step.results, arrays))
+      Pending(self, index + offset, array.shape, array.dtype, array)
+      for offset, array in enumerate(arrays)
     ]
     found = self._advance(step, inputs, results)
     if len(self._tree) >= _MOST_STEPS:
       self.clear()
     return found
-
-  def _run(self, step: _Step, leaves: list, found: list[Pending]) -> None:
-    out = step.program(*_unflatten(step.operands, list(map(_known, leaves))))
-    for pending, array in zip(found, _flatten(out)[0]):
-      pending.value = array
 
   def _run_recorded(self) -> None:
     """Run the operations of the segment one after the other."""
@@ -316,14 +321,16 @@ class Recorder:
 
   def _end(self) -> None:
     state, path, alive = self._state, self._path, self._alive()
-    how = "ran one by one"
-    if alive and not self._has_run:
-      if self._is_worth_compiling(state):
-        how, self._unfused = "ran as one program", -len(path)
-        alive = self._run_compiled(state, alive)
-      else:
-        self._run_recorded()
-    self._ended += not state.programs
+    how, is_frequent = "ran one by one", self._is_frequent(state)
+    if not self._has_run and is_frequent:
+      how, self._unfused = "ran as one program", -len(path)
+      alive = self._run_compiled(state, alive) if alive else []
+    elif not self._has_run:
+      self._run_recorded()
+    elif is_frequent and not state.is_frequent:
+      for step in path:
+        step.is_frequent = True
+    self._ended += not is_frequent
     state.ends, state.last = state.ends + 1, self._ended
     if logs.is_enabled("eager"):
       file, line = user_code.line() or ("?", 0)
@@ -335,18 +342,18 @@ class Recorder:
     self._unfused += len(path)
     if self._unfused >= _PATIENCE:
       self._unfused, self._paused = 0, self._next_pause
-      self._next_pause = min(2 * self._next_pause, 16 * _PATIENCE)
+      self._next_pause = min(4 * self._next_pause, 64 * _PATIENCE)
     for pending, _ in alive:
       pending.index = None
 
-  def _is_worth_compiling(self, state: _Step) -> bool:
+  def _is_frequent(self, state: _Step) -> bool:
     """Return True for a segment that ends often, beside those since its last end.
 
-    A training loop has few different segments, so the second one is compiled. Text
-    generation has some for each length, and compiling all takes minutes.
+    A training loop has few different segments: each is frequent the second time, and
+    deferred and compiled the third time. Text generation has some for each length, and
+    compiling all takes minutes.
     """
-    others = self._ended - state.last
-    return bool(state.programs) or state.ends * 4 > others
+    return bool(state.programs) or state.ends * 4 > self._ended - state.last
 
   def _run_compiled(self, state: _Step, alive: list) -> list:
     found = _program_for(state, alive)
@@ -365,6 +372,10 @@ class Recorder:
     for pending, index in alive:
       pending.value = arrays[index]
     return alive
+
+
+def _call(program, tree, leaves: list):
+  return program(*leaves) if tree is None else program(*_unflatten(tree, leaves))
 
 
 def _read(leaf):
@@ -387,7 +398,7 @@ def _run_path(path: list[_Step], inputs: Sequence, wanted: Iterable[int]) -> dic
   count = 0
   for number, step in enumerate(path):
     leaves = [inputs[~r] if r < 0 else results[r] for r in step.references]
-    arrays = _flatten(step.program(*_unflatten(step.operands, leaves)))[0]
+    arrays = _flatten(_call(step.program, step.operands, leaves))[0]
     results.update(zip(itertools.count(count), arrays))
     count += len(arrays)
     for reference in step.references:
@@ -412,7 +423,7 @@ def _compile(path: list[_Step], indices: list[int]) -> Callable:
     results: list[Any] = []
     for step in path:
       leaves = [inputs[~r] if r < 0 else results[r] for r in step.references]
-      out = step.program.in_traces(*_unflatten(step.operands, leaves))
+      out = _call(step.program.in_traces, step.operands, leaves)
       results += _flatten(out)[0]
     return [results[index] for index in indices]
 
@@ -519,7 +530,7 @@ def run(program, operands: Sequence):
 
 def run_at_once(program, operands: Sequence):
   """Call a program that may not be recorded."""
-  if not all(type(operand) in _PLAIN for operand in operands):
+  if not _PLAIN.issuperset(map(type, operands)):
     operands = values(operands)
   results = program(*operands)
   return jax.block_until_ready(results) if _thread.mode == "debug" else results
