@@ -37,9 +37,9 @@ _LONGEST, _MOST_STEPS = 8192, 65536
 _MOST_PROGRAMS = 8
 # A segment is this long before an operation that starts a known sequence ends it.
 _SHORTEST = 16
-# After this many operations without a compiled segment the recorder pauses, so that a
-# program that never repeats is not slowed down.
-_PATIENCE = 8192
+# After so many more new operations than known ones the recorder pauses, so that a
+# program that never repeats is not slowed down; first for twice as many.
+_PATIENCE, _LONGEST_PAUSE = 2048, 65536
 
 _ArrayImpl = jax_compat.ArrayImpl
 _NUMBERS = frozenset({int, float, bool, complex})
@@ -120,8 +120,8 @@ class Recorder:
     self._context: tuple = ()
     self._devices: set = set()
     self._others: set = set()  # contexts of blocks, such as a default device
-    # Operations since the last compiled segment, left of a pause, and of the next one.
-    self._unfused, self._paused, self._next_pause = 0, 0, _PATIENCE
+    # New operations over known ones, operations left of a pause, and of the next one.
+    self._new, self._paused, self._next_pause = 0, 0, 2 * _PATIENCE
     self._forget()
     program_limit.register(self)
 
@@ -180,6 +180,7 @@ class Recorder:
       if step is None and self._restarts(program, tree, leaves):
         self.end()
         return self.call(program, operands)
+      self._new = self._new + 1 if step is None else max(self._new - 1, 0)
       if step is None or self._has_run or not step.is_frequent:
         return self._run(step, key, leaves, references, inputs)
       index = len(self._results)
@@ -323,7 +324,7 @@ class Recorder:
     state, path, alive = self._state, self._path, self._alive()
     how, is_frequent = "ran one by one", self._is_frequent(state)
     if not self._has_run and is_frequent:
-      how, self._unfused = "ran as one program", -len(path)
+      how = "ran as one program"
       alive = self._run_compiled(state, alive) if alive else []
     elif not self._has_run:
       self._run_recorded()
@@ -339,10 +340,9 @@ class Recorder:
         *(len(path), how, len(alive), file, line),
       )
     self._start()
-    self._unfused += len(path)
-    if self._unfused >= _PATIENCE:
-      self._unfused, self._paused = 0, self._next_pause
-      self._next_pause = min(4 * self._next_pause, 64 * _PATIENCE)
+    if self._new >= _PATIENCE:
+      self._new, self._paused = 0, self._next_pause
+      self._next_pause = min(4 * self._next_pause, _LONGEST_PAUSE)
     for pending, _ in alive:
       pending.index = None
 
