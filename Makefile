@@ -5,6 +5,7 @@
 #   make test-changed BASE=main  runs those that the changes since a branch concern
 #   make test-programs  runs those that start programs: examples, pages, devices
 #   make test-distributions  runs those that compare draws with their distributions
+#   make test-fused     runs the tests in the fused mode of eager operations
 #   make test-opinfo-quick  runs PyTorch's own list of operators, a few inputs of each
 #   make test-opinfo        runs it with many inputs and writes docs/operators.md
 #   make test-bad-inputs    gives every operator bad inputs and compares the errors
@@ -47,7 +48,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
   $$python -c '$(IS_RECENT)' 2>/dev/null && { echo $$python; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-changed test-programs test-distributions test-opinfo test-opinfo-quick test-bad-inputs test-close-numbers test-models test-samplers test-dieharder test-ecosystem test-ecosystem-quick test-statistics test-upstream test-torch test-accelerator fuzz soak bench-accelerator lint format bench docs tutorials clean distclean
+.PHONY: help install demo test test-fused test-changed test-programs test-distributions test-opinfo test-opinfo-quick test-bad-inputs test-close-numbers test-models test-samplers test-dieharder test-ecosystem test-ecosystem-quick test-statistics test-upstream test-torch test-accelerator fuzz soak bench-accelerator lint format bench docs tutorials clean distclean
 
 help:
 	@sed -n '/^#   make/s/^# //p' Makefile
@@ -85,6 +86,9 @@ ELSEWHERE := $(addprefix --ignore=test/suites/,opinfo ecosystem models)
 
 test: $(STAMP)
 	$(PYTEST) -m 'not programs and not distributions' $(ELSEWHERE) $(ARGS)
+
+test-fused: $(STAMP)
+	TORCHAX_EAGER=fused $(PYTEST) -m 'not programs and not distributions' $(ELSEWHERE) $(ARGS)
 
 BASE ?= main
 test-changed: $(STAMP)

@@ -26,3 +26,12 @@ hypothesis.settings.register_profile(
   suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("torchax")
+
+
+@pytest.fixture
+def strict_mode():
+  """Run a test in the strict mode, also under `make test-fused`."""
+  import torchax  # after the settings above
+
+  with torchax.eager_mode("strict"):
+    yield

@@ -19,10 +19,7 @@ from torchax.ops import op_base
 STEPS = 5
 
 
-@pytest.fixture(autouse=True)
-def strict():
-  with torchax.eager_mode("strict"):
-    yield
+pytestmark = pytest.mark.usefixtures("strict_mode")
 
 
 def dropout_step(x, w):
@@ -76,6 +73,24 @@ def bfloat16_step(x, w):
     return (torch.sigmoid(x @ w) @ x).exp().mean()
 
 
+def batched_step(x, w):
+  recurrent = torch.nn.GRU(4, 3).to("jax")
+  out, _ = recurrent(x @ w)
+  (gradients,) = torch.autograd.grad(
+    out.flatten(), w, torch.eye(out.numel(), device="jax"), is_grads_batched=True
+  )
+  return gradients.square().sum()
+
+
+def grown_step(x, w):
+  with torch.no_grad():
+    alias = x[0]
+    x.resize_(6, 6)
+    alias.mul_(2)
+    x[4:] = 0
+    return x.sum() + x.resize_(4, 6).sum()
+
+
 def compiled_step(x, w):
   return interop.jax_jit(lambda a: F.dropout(a) * 2)(x.tanh() @ w).sum()
 
@@ -89,6 +104,8 @@ PROGRAMS = [
   values_step,
   lists_step,
   bfloat16_step,
+  batched_step,
+  grown_step,
   compiled_step,
 ]
 
@@ -269,6 +286,35 @@ def test_an_interrupt_loses_nothing(monkeypatch):
             y.item()
       found.append(y.item())
   assert found == pytest.approx(expected)
+
+
+def test_operations_run_one_by_one_if_their_program_fails(monkeypatch, logged):
+  x = torch.ones(3, 21, device="jax")
+  monkeypatch.setattr(program_limit, "jit", lambda *args, **kwargs: _fail)
+  with torchax.eager_mode("fused"):
+    for _ in range(5):
+      assert torch.allclose((x.exp() + 1).cpu(), x.cpu().exp() + 1)
+  expected = "2 operations run one by one, because their program fails: no program"
+  assert [m for m in logged.messages if "because" in m] == [expected]
+
+
+def test_an_operation_that_fails_loses_only_its_segment(monkeypatch):
+  x = torch.ones(3, 23, device="jax")
+  with torchax.eager_mode("fused"):
+    for _ in range(3):
+      (x.exp() + 1).cpu()
+    y = x.exp() + 1
+    with monkeypatch.context() as patch:
+      patch.setattr(deferred, "_run_path", _fail)
+      with pytest.raises(ZeroDivisionError):
+        y.tanh()  # the sequence has changed
+    assert (x.exp() + 2).isfinite().all()
+    with pytest.raises(RuntimeError, match="has no values, because an operation"):
+      y.cpu()
+
+
+def _fail(*inputs):
+  raise ZeroDivisionError("no program")
 
 
 def _interrupt(*args, **kwargs):

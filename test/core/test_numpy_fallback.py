@@ -75,6 +75,7 @@ def test_rows_of_a_loop_are_joined_on_the_host():
     )
 
 
+@pytest.mark.usefixtures("strict_mode")  # counts programs
 def test_shapes_that_come_often_get_a_program(monkeypatch):
   monkeypatch.setattr(numpy_fallback, "PROGRAM", 2 * numpy_fallback.CALL)
   x = given(next(SIZE), 3).to("jax")

@@ -91,6 +91,7 @@ def test_numbers_of_keys_share_programs(call):
   assert len(events) - before <= 2
 
 
+@pytest.mark.usefixtures("strict_mode")  # compares bits
 def test_frequent_number_of_keys_keeps_its_bits(monkeypatch):
   on_jax(inputs(5, heads=4), {})
   rare = [on_jax(inputs(n, heads=4), {}).cpu() for n in LENGTHS]

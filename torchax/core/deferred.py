@@ -16,6 +16,7 @@ import concurrent.futures
 import gc
 import itertools
 import logging
+import math
 import os
 import threading
 import weakref
@@ -26,6 +27,7 @@ import jax
 
 from torchax import logs
 from torchax.compat import jax_compat, user_code
+from torchax.compat.patches import setting
 from torchax.config import EAGER_MODES
 from torchax.core import program_limit
 
@@ -66,9 +68,18 @@ class Pending:
     self.shape, self.dtype = shape, dtype
 
   def read(self) -> jax.Array:
-    """Return the array; end the segment."""
+    """Return the array; end the segment.
+
+    Raises:
+      RuntimeError: an operation of the segment has failed.
+    """
     if self.index is not None:
       self.recorder.end()
+    if self.value is None:
+      raise RuntimeError(
+        f"A tensor of shape {list(self.shape)} has no values, because an operation "
+        "that was deferred with its own has failed. Compute it again."
+      )
     return self.value
 
 
@@ -107,7 +118,8 @@ class _Step:
     self.program, self.operands, self.references = program, operands, references
     self.results, self.structure = results, structure
     self.is_frequent = False
-    self.ends, self.last = 0, 0
+    self.ends: float = 0
+    self.last = 0
     self.programs: dict[frozenset, Callable] = {}
 
 
@@ -120,6 +132,8 @@ class Recorder:
     self._context: tuple = ()
     self._devices: set = set()
     self._others: set = set()  # contexts of blocks, such as a default device
+    # A program is called, which may trace code that ends the segment.
+    self._is_calling = False
     # New operations over known ones, operations left of a pause, and of the next one.
     self._new, self._paused, self._next_pause = 0, 0, 2 * _PATIENCE
     self._forget()
@@ -275,10 +289,11 @@ class Recorder:
 
   def _run(self, step: _Step | None, key: tuple, leaves, references, inputs):
     """Run an operation at once; if it is new here (`step` is None), extend the tree."""
-    if not self._has_run:
-      self._run_recorded()
     _, program, tree, *_ = key
-    out = _call(program, tree, [*map(_known, leaves)])
+    with setting(self, "_is_calling", True):
+      if not self._has_run:
+        self._run_recorded()
+      out = _call(program, tree, [*map(_known, leaves)])
     is_single = type(out) is _ArrayImpl
     arrays, structure = ([out], None) if is_single else _flatten(out)
     if not is_single and not all(type(array) is _ArrayImpl for array in arrays):
@@ -298,9 +313,18 @@ class Recorder:
     return found
 
   def _run_recorded(self) -> None:
-    """Run the operations of the segment one after the other."""
-    wanted = {index for _, index in self._alive()}
-    arrays = _run_path(self._path, self._inputs, wanted)
+    """Run the operations of the segment one after the other.
+
+    If one fails, the segment is dropped: its results have no values then.
+    """
+    alive = self._alive()
+    try:
+      arrays = _run_path(self._path, self._inputs, {index for _, index in alive})
+    except Exception:
+      self._start()
+      for pending, _ in alive:
+        pending.index = None
+      raise
     for pending, index in self._alive():
       pending.value = arrays[index]
     self._has_run = True
@@ -313,22 +337,36 @@ class Recorder:
   def end(self) -> None:
     """End the segment: its results have values then."""
     with self._lock:
-      if not self._path:
+      if not self._path or self._is_calling:
         return
-      if self._has_run or jax_compat.trace_context() == self._context:
-        self._end()
-      else:
-        _in_new_thread(self._end)
+      with setting(self, "_is_calling", True):
+        if self._has_run or jax_compat.trace_context() == self._context:
+          self._end()
+        else:
+          _in_new_thread(self._end)
 
   def _end(self) -> None:
     state, path, alive = self._state, self._path, self._alive()
     how, is_frequent = "ran one by one", self._is_frequent(state)
-    if not self._has_run and is_frequent:
-      how = "ran as one program"
-      alive = self._run_compiled(state, alive) if alive else []
-    elif not self._has_run:
-      self._run_recorded()
-    elif is_frequent and not state.is_frequent:
+    try:
+      if not self._has_run and is_frequent:
+        how = "ran as one program"
+        alive = self._run_compiled(state, alive) if alive else []
+      elif not self._has_run:
+        self._run_recorded()
+    except Exception as error:
+      if not is_frequent:
+        raise
+      _logger.warning(
+        "%d operations run one by one, because their program fails: %s",
+        *(len(path), error),
+      )
+      for step in path:
+        step.is_frequent = False
+      state.programs.clear()
+      state.ends = -math.inf  # never frequent
+      return self._end()
+    if self._has_run and is_frequent and not state.is_frequent:
       for step in path:
         step.is_frequent = True
     self._ended += not is_frequent

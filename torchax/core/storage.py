@@ -91,8 +91,11 @@ class Storage:
     """
     boundary = active.boundary
     if boundary is None or self.birth is boundary:
-      if type(array) is Pending and type(self) in (Storage, LazyZeros):
-        self.__class__ = Deferred
+      if type(array) is Pending:
+        if type(self) in (Storage, LazyZeros, Deferred):
+          self.__class__ = Deferred
+        else:
+          array = array.read()
       self.array = array
       self.version += 1
     else:

@@ -89,7 +89,8 @@ class ArrayFunction:
       return function(*deferred.values(operands))
     if jax_compat.is_top_level():
       return self._run(compiled, operands)
-    return (function if jax_compat.is_staging() else compiled.in_traces)(*operands)
+    run = function if jax_compat.is_staging() else compiled.in_traces
+    return run(*deferred.values(operands))
 
   def linearize(self, *arrays):
     """Return the result and its pullback: cotangents of outputs -> of inputs.
