@@ -339,7 +339,7 @@ class Recorder:
     with self._lock:
       if not self._path or self._is_calling:
         return
-      with setting(self, "_is_calling", True):
+      with setting(self, "_is_calling", True), jax_compat.outside_of_traces():
         if self._has_run or jax_compat.trace_context() == self._context:
           self._end()
         else:

@@ -220,8 +220,9 @@ class Plan:
 
     with torch_checks.unchecked(self.programs):
       if not self.is_sampler:
-        return execute(operands)
-      return self.sampling.from_stream(args, kwargs, operands, execute)
+        return deferred.values(execute(operands))
+      drawn = self.sampling.from_stream(args, kwargs, operands, execute)
+      return deferred.values(drawn)
 
   def shapes(self, args, kwargs):
     """Return the results as `jax.ShapeDtypeStruct`s, without computing or drawing.
