@@ -29,9 +29,10 @@ hypothesis.settings.load_profile("torchax")
 
 
 @pytest.fixture
-def strict_mode():
-  """Run a test in the strict mode, also under `make test-fused`."""
+def strict_mode(monkeypatch):
+  """Run a test and its programs in the strict mode, also under `make test-fused`."""
   import torchax  # after the settings above
 
+  monkeypatch.setenv("TORCHAX_EAGER", "strict")
   with torchax.eager_mode("strict"):
     yield

@@ -448,6 +448,7 @@ print(env.rng.state)
 """
 
 
+@pytest.mark.usefixtures("strict_mode")  # compares bits
 def test_training_goes_on_in_a_new_process_as_if_uninterrupted(tmp_path):
   uninterrupted = _run(_TRAIN, tmp_path, 0).splitlines()
   resumed = _run(_TRAIN, tmp_path, 2).splitlines()

@@ -19,7 +19,9 @@ from torchax.ops import op_base
 STEPS = 5
 
 
-pytestmark = pytest.mark.usefixtures("strict_mode")
+@pytest.fixture(autouse=True)
+def _new_recorder(strict_mode, monkeypatch):
+  monkeypatch.setattr(deferred._thread, "_kept", None)
 
 
 def dropout_step(x, w):

@@ -169,6 +169,7 @@ def test_numbers_of_a_collected_optimizer_are_zero():
   assert numbers.operands() == (0.0, 0.0)
 
 
+@pytest.mark.usefixtures("strict_mode")  # reads operands
 def test_unchanged_numbers_become_arrays():
   optimizer, numbers = _optimizer(0.5), Numbers()
   numbers.add([Entry(optimizer, 0, "lr")])

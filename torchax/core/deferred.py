@@ -50,6 +50,13 @@ _flatten, _unflatten = jax.tree.flatten, jax.tree.unflatten
 _logger = logging.getLogger("torchax.eager")
 
 
+class _Active(threading.local):
+  boundary: Any = None  # a `Boundary`, while a function is traced
+
+
+active = _Active()
+
+
 class Pending:
   """Result of an operation in a segment that has not ended.
 
@@ -553,7 +560,8 @@ def end() -> None:
 
 def is_recording() -> bool:
   """Return True if operands may be `Pending`: in the fused mode, outside of traces."""
-  return _thread.recorder is not None and jax_compat.is_top_level()
+  is_inside = active.boundary is not None or not jax_compat.is_top_level()
+  return _thread.recorder is not None and not is_inside
 
 
 def run(program, operands: Sequence):
@@ -561,7 +569,7 @@ def run(program, operands: Sequence):
   if not Use.is_on:
     return program(*operands)
   recorder = _thread.recorder
-  if recorder is None:
+  if recorder is None or active.boundary is not None:
     return run_at_once(program, operands)
   return recorder.call(program, operands)
 

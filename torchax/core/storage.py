@@ -19,14 +19,8 @@ import numpy as np
 
 from torchax.compat import jax_compat
 from torchax.core.deferred import Pending
+from torchax.core.deferred import active as active  # other modules take it from here
 from torchax.errors import MutationError, TracedStateError
-
-
-class _Active(threading.local):
-  boundary: Any = None  # a `Boundary`
-
-
-active = _Active()
 
 
 class Rebindings:
