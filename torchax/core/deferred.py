@@ -147,10 +147,11 @@ class Recorder:
     program_limit.register(self)
 
   def clear(self) -> None:
-    """End the segment and forget all sequences."""
+    """End the segment and forget all sequences, unless a program is being called."""
     with self._lock:
       self.end()
-      self._forget()
+      if not self._path:
+        self._forget()
 
   def age(self) -> None:
     """Do nothing: `program_limit` drops programs of segments like all others."""
@@ -182,8 +183,8 @@ class Recorder:
     Returns:
       The program's pytree, with `Pending` for its arrays.
     """
-    if self._paused > 0:
-      self._paused -= 1
+    if self._paused > 0 or self._is_calling:
+      self._paused = max(self._paused - 1, 0)
       return run_at_once(program, operands)
     leaves, tree = list(operands), None
     if not _LEAVES.issuperset(map(type, leaves)):
