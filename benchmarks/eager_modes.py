@@ -5,32 +5,15 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 import torch
-import torch.nn.functional as F
 import transformers
 
 import torchax
 from benchmarks.timing import Row, compare
-from benchmarks.transformer import Size
+from benchmarks.transformer import Size, training_step
 from torchax.interop import jax_jit
 
 SMALL, WIDE = Size(), Size(width=512)
 OPERATIONS = 200
-
-
-def _training_step(size: Size) -> Callable:
-  """Return a step of a training loop that reads its loss."""
-  model = size.model().to("jax")
-  optimizer = torch.optim.AdamW(model.parameters())
-  x, y = size.data("jax")
-
-  def step():
-    optimizer.zero_grad()
-    loss = F.mse_loss(model(x), y)
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
-
-  return step
 
 
 def _reading(step: Callable, mode: str) -> Callable:
@@ -102,10 +85,10 @@ def rows() -> list[Row]:
   """Return a row for each loop."""
   found = []
   for size, goal in ((SMALL, 1.35), (WIDE, 1.15)):
-    jitted = _reading(jax_jit(_training_step(size)), "strict")
+    jitted = _reading(jax_jit(training_step(size)), "strict")
     name = f"training loop, 4 blocks, width {size.width}"
     for mode, own_goal in (("fused", goal), ("strict", None)):
-      step = _reading(_training_step(size), mode)
+      step = _reading(training_step(size), mode)
       found.append(compare(f"{name}, {mode}", step, jitted, own_goal, "jax_jit"))
   array = jnp.ones((8, 64))
   small = "Linear, GELU, Dropout, Linear with gradients"

@@ -1,6 +1,7 @@
 """Transformer that several benchmarks train, in plain torch."""
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +37,22 @@ class Size:
     shape = (self.batch, self.length, self.width)
     x, y = (torch.randn(shape, device=device, dtype=self.dtype) for _ in "xy")
     return x, y
+
+
+def training_step(size: Size) -> Callable[[], torch.Tensor]:
+  """Return a step on jax as users write it; its result is the loss."""
+  model = size.model().to("jax")
+  optimizer = torch.optim.AdamW(model.parameters())
+  x, y = size.data("jax")
+
+  def step():
+    optimizer.zero_grad()
+    loss = F.mse_loss(model(x), y)
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+  return step
 
 
 class Block(torch.nn.Module):
