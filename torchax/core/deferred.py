@@ -130,6 +130,27 @@ class _Step:
     self.programs: dict[frozenset, Callable] = {}
 
 
+class _Segment:
+  """Operations since the last segment has ended.
+
+  Attributes:
+    state: step of the last operation.
+    path: steps of all operations.
+    inputs: arrays and numbers that are no results of the segment.
+    positions: index of an input by its id.
+    results: references to the results that are in use.
+    has_run: its operations have run, because its sequence is new or not frequent.
+  """
+
+  def __init__(self, root: _Step):
+    self.state = root
+    self.path: list[_Step] = []
+    self.inputs: list[Any] = []
+    self.positions: dict[int, int] = {}
+    self.results: list[weakref.ref] = []
+    self.has_run = False
+
+
 class Recorder:
   """Recorder of the operations of one thread."""
 
@@ -150,7 +171,7 @@ class Recorder:
     """End the segment and forget all sequences, unless a program is being called."""
     with self._lock:
       self.end()
-      if not self._path:
+      if not self._segment.path:
         self._forget()
 
   def age(self) -> None:
@@ -161,17 +182,7 @@ class Recorder:
     self._root = _Step()
     self._tree: dict[tuple, _Step] = {}
     self._ended = 0  # number of segments that ran one by one
-    self._start()
-
-  def _start(self) -> None:
-    """Begin a segment."""
-    self._state = self._root
-    self._path: list[_Step] = []
-    self._inputs: list[Any] = []
-    self._positions: dict[int, int] = {}
-    self._results: list[weakref.ref] = []
-    # True if the operations of this segment have run, because its sequence is new.
-    self._has_run = False
+    self._segment = _Segment(self._root)
 
   def call(self, program, operands: Sequence):
     """Record a call of a program; run it if the sequence is new.
@@ -197,15 +208,15 @@ class Recorder:
       if found is None:
         return _call(program, tree, list(map(_read, leaves)))
       references, kinds, inputs = found
-      key = (self._state, program, tree, *references, *kinds)
+      key = (self._segment.state, program, tree, *references, *kinds)
       step = self._tree.get(key)
       if step is None and self._restarts(program, tree, leaves):
         self.end()
         return self.call(program, operands)
       self._new = self._new + 1 if step is None else max(self._new - 1, 0)
-      if step is None or self._has_run or not step.is_frequent:
+      if step is None or self._segment.has_run or not step.is_frequent:
         return self._run(step, key, leaves, references, inputs)
-      index = len(self._results)
+      index = len(self._segment.results)
       results = [
         Pending(self, index + offset, *result)
         for offset, result in enumerate(step.results)
@@ -235,8 +246,8 @@ class Recorder:
       leaves: operands; `Pending` of ended segments are replaced by their arrays.
       is_first: the operation is the first one of a segment.
     """
-    known = {} if is_first else self._positions
-    count = 0 if is_first else len(self._inputs)
+    known = {} if is_first else self._segment.positions
+    count = 0 if is_first else len(self._segment.inputs)
     references: list[int] = []
     kinds: list[Any] = []
     inputs: list[Any] = []
@@ -275,7 +286,7 @@ class Recorder:
 
   def _restarts(self, program, tree, leaves: list) -> bool:
     """Return True if an operation on inputs alone starts a known sequence."""
-    if len(self._path) < _SHORTEST or Pending in map(type, leaves):
+    if len(self._segment.path) < _SHORTEST or Pending in map(type, leaves):
       return False
     found = self._refer(leaves, is_first=True)
     if found is None:
@@ -285,13 +296,14 @@ class Recorder:
 
   def _advance(self, step: _Step, inputs: list, results: list[Pending]):
     """Append a step to the segment; return its results."""
-    self._state = step
-    self._path.append(step)
+    segment = self._segment
+    segment.state = step
+    segment.path.append(step)
     for leaf in inputs:
-      self._positions[id(leaf)] = len(self._inputs)
-      self._inputs.append(leaf)  # which keeps its id from being reused
-    self._results += map(weakref.ref, results)
-    if len(self._path) >= _LONGEST:
+      segment.positions[id(leaf)] = len(segment.inputs)
+      segment.inputs.append(leaf)  # which keeps its id from being reused
+    segment.results += map(weakref.ref, results)
+    if len(segment.path) >= _LONGEST:
       self.end()
     return results[0] if step.structure is None else _unflatten(step.structure, results)
 
@@ -299,7 +311,7 @@ class Recorder:
     """Run an operation at once; if it is new here (`step` is None), extend the tree."""
     _, program, tree, *_ = key
     with setting(self, "_is_calling", True):
-      if not self._has_run:
+      if not self._segment.has_run:
         self._run_recorded()
       out = _call(program, tree, [*map(_known, leaves)])
     is_single = type(out) is _ArrayImpl
@@ -310,7 +322,7 @@ class Recorder:
     if step is None:
       kinds = tuple([(array.shape, array.dtype) for array in arrays])
       step = self._tree[key] = _Step(program, tree, references, kinds, structure)
-    index = len(self._results)
+    index = len(self._segment.results)
     results = [
       Pending(self, index + offset, array.shape, array.dtype, array)
       for offset, array in enumerate(arrays)
@@ -327,40 +339,42 @@ class Recorder:
     """
     alive = self._alive()
     try:
-      arrays = _run_path(self._path, self._inputs, {index for _, index in alive})
+      arrays = _run_path(
+        self._segment.path, self._segment.inputs, {index for _, index in alive}
+      )
     except Exception:
-      self._start()
+      self._segment = _Segment(self._root)
       for pending, _ in alive:
         pending.index = None
       raise
     for pending, index in self._alive():
       pending.value = arrays[index]
-    self._has_run = True
+    self._segment.has_run = True
 
   def _alive(self) -> list[tuple[Pending, int]]:
     """Return the results that are still in use, and their indices."""
-    pairs = zip([reference() for reference in self._results], itertools.count())
+    pairs = zip([reference() for reference in self._segment.results], itertools.count())
     return [(pending, index) for pending, index in pairs if pending is not None]
 
   def end(self) -> None:
     """End the segment: its results have values then."""
     with self._lock:
-      if not self._path or self._is_calling:
+      if not self._segment.path or self._is_calling:
         return
       with setting(self, "_is_calling", True), jax_compat.outside_of_traces():
-        if self._has_run or jax_compat.trace_context() == self._context:
+        if self._segment.has_run or jax_compat.trace_context() == self._context:
           self._end()
         else:
           _in_new_thread(self._end)
 
   def _end(self) -> None:
-    state, path, alive = self._state, self._path, self._alive()
+    state, path, alive = self._segment.state, self._segment.path, self._alive()
     how, is_frequent = "ran one by one", self._is_frequent(state)
     try:
-      if not self._has_run and is_frequent:
+      if not self._segment.has_run and is_frequent:
         how = "ran as one program"
         alive = self._run_compiled(state, alive) if alive else []
-      elif not self._has_run:
+      elif not self._segment.has_run:
         self._run_recorded()
     except Exception as error:
       if not is_frequent:
@@ -374,7 +388,7 @@ class Recorder:
       state.programs.clear()
       state.ends = -math.inf  # never frequent
       return self._end()
-    if self._has_run and is_frequent and not state.is_frequent:
+    if self._segment.has_run and is_frequent and not state.is_frequent:
       for step in path:
         step.is_frequent = True
     self._ended += not is_frequent
@@ -385,7 +399,7 @@ class Recorder:
         "%d operations %s, with %d results in use at %s:%d",
         *(len(path), how, len(alive), file, line),
       )
-    self._start()
+    self._segment = _Segment(self._root)
     if self._new >= _PATIENCE:
       self._new, self._paused = 0, self._next_pause
       self._next_pause = min(4 * self._next_pause, _LONGEST_PAUSE)
@@ -411,10 +425,10 @@ class Recorder:
       if len(state.programs) >= _MOST_PROGRAMS:
         state.programs.clear()
       indices = frozenset([index for _, index in alive])
-      program = _compile(self._path[:], sorted(indices))
+      program = _compile(self._segment.path, sorted(indices))
       found = indices, state.programs.setdefault(indices, program)
     indices, program = found
-    arrays = dict(zip(sorted(indices), program(*self._inputs)))
+    arrays = dict(zip(sorted(indices), program(*self._segment.inputs)))
     for pending, index in alive:
       pending.value = arrays[index]
     return alive
