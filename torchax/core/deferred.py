@@ -114,11 +114,6 @@ class _Step:
     programs: compiled segments that end here, by the indices of their results.
   """
 
-  __slots__ = (
-    *("program", "operands", "references", "results", "structure"),
-    *("is_frequent", "ends", "last", "programs"),
-  )
-
   def __init__(
     self, program=None, operands=None, references=(), results=(), structure=None
   ):
@@ -416,11 +411,10 @@ class Recorder:
     return bool(state.programs) or state.ends * 4 > self._ended - state.last
 
   def _run_compiled(self, state: _Step, alive: list) -> list:
-    found = _program_for(state, alive)
-    if found is None:
+    if _program_for(state, alive) is None:
       gc.collect()  # results in reference cycles are not in use
       alive = self._alive()
-      found = _program_for(state, alive)
+    found = _program_for(state, alive)
     if found is None:
       if len(state.programs) >= _MOST_PROGRAMS:
         state.programs.clear()
