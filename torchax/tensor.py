@@ -25,6 +25,7 @@ from torch import Tensor as TorchTensor  # in the class here, `torch` is a metho
 from torchax.compat import jax_compat, torch_compat
 from torchax.core import active_environments, deferred, grad_mode, mappings
 from torchax.core.chains import WHOLE, Chain, read_chain
+from torchax.core.recorder import Pending
 from torchax.core.storage import Deferred, Payload, Rebindings, Storage
 from torchax.core.storage import active as _active
 from torchax.core.tracebacks import hide, hide_library_frames
@@ -46,7 +47,6 @@ _is_compiling = torch.compiler.is_compiling
 _is_scripting = torch_compat.is_tracing_for_torchscript
 _suspended = active_environments.suspended.get
 _is_conj, _is_neg = torch.Tensor.is_conj, torch.Tensor.is_neg
-_Pending = deferred.Pending
 _set_class = object.__dict__["__class__"].__set__
 _torch_dtypes = mappings.JAX_DTYPE_TO_TORCH
 
@@ -520,7 +520,7 @@ def new_tensor(array: jax.Array, env) -> Tensor:
       f"{array.shape}. For symbolic sizes, `torch.export` the module with "
       "`dynamic_shapes=` and use `torchax.export`."
     ) from error
-  storage: Any = object.__new__(Deferred if type(array) is _Pending else Storage)
+  storage: Any = object.__new__(Deferred if type(array) is Pending else Storage)
   storage.array = array
   storage.version = 0
   storage.birth = boundary = _active.boundary

@@ -1,9 +1,13 @@
 """Modes of eager operations, above all the fused mode."""
 
+import asyncio
+import gc
 import logging
+import os
 import subprocess
 import sys
 import threading
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +17,7 @@ import torch.nn.functional as F
 
 import torchax
 from torchax import interop
-from torchax.core import deferred, program_limit
+from torchax.core import deferred, program_limit, recorder
 from torchax.ops import op_base
 
 STEPS = 5
@@ -217,6 +221,115 @@ def test_another_thread_reads_results():
   assert found == [(x.exp() * 2).sum().item()] * 3
 
 
+def test_a_result_outlives_its_thread():
+  x = torch.ones(3, 27, device="jax")
+  found = []
+
+  def work():
+    with torchax.eager_mode("fused"):
+      for _ in range(3):
+        found.append(x.exp() * 2)
+        found[0].sum().item()
+
+  thread = threading.Thread(target=work)
+  thread.start()
+  thread.join()
+  assert torch.equal(found[-1].cpu(), (x.exp() * 2).cpu())
+
+
+def test_tasks_take_turns():
+  x = torch.ones(3, 29, device="jax")
+
+  async def task(factor):
+    found = []
+    for _ in range(5):
+      y = x.exp()
+      await asyncio.sleep(0)
+      found.append((y * factor).sum().item())
+    return found
+
+  async def both():
+    return await asyncio.gather(task(1), task(3))
+
+  with torchax.eager_mode("fused"):
+    found = asyncio.run(both())
+  assert found == [[(x.exp() * factor).sum().item()] * 5 for factor in (1, 3)]
+
+
+class ReadsAtItsEnd:
+  """Object in a reference cycle whose destructor computes with a tensor."""
+
+  found: list[float]
+
+  def __init__(self, tensor):
+    self.tensor, self.cycle = tensor, self
+
+  def __del__(self):
+    self.found.append((self.tensor + 1).sum().item())
+
+
+def test_destructors_compute_while_a_segment_is_compiled(logged):
+  x = torch.ones(3, 31, device="jax")
+  ReadsAtItsEnd.found = []
+  gc.disable()
+  try:
+    with torchax.eager_mode("fused"):
+      for _ in range(5):
+        ReadsAtItsEnd(x * 2)
+        y = x.exp()
+        y.sum().item()
+      gc.collect()
+  finally:
+    gc.enable()
+  assert "ran as one program, with 2 results in use" in logged.messages[2]
+  assert ReadsAtItsEnd.found == [3 * 31 * 3.0] * 5
+  assert torch.equal(y.cpu(), x.exp().cpu())
+
+
+def test_destructors_compute_while_an_operation_is_recorded(monkeypatch):
+  x = torch.ones(3, 33, device="jax")
+  ReadsAtItsEnd.found = []
+  refer = recorder.Recorder._refer
+
+  def refer_and_collect(*args, **kwargs):
+    found = refer(*args, **kwargs)
+    gc.collect()
+    return found
+
+  monkeypatch.setattr(recorder.Recorder, "_refer", refer_and_collect)
+  with torchax.eager_mode("fused"):
+    for factor in range(5):
+      ReadsAtItsEnd(x * 2)
+      y = torch.tensor(5.0).to("jax") * (x.exp() + factor)
+      assert y.sum().item() == (5 * (x.exp() + factor)).sum().item()
+  assert ReadsAtItsEnd.found == [3 * 33 * 3.0] * 5
+
+
+def test_a_forked_process_may_end():
+  x = torch.ones(3, 35, device="jax")
+  with torchax.eager_mode("fused"):
+    for _ in range(3):
+      y = x.exp() * 2
+      y.cpu()
+    y = x.exp() * 2
+    with warnings.catch_warnings(action="ignore"):  # JAX has threads
+      child = os.fork()
+    if not child:
+      os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert torch.equal(y.cpu(), (x.exp() * 2).cpu())
+
+
+def test_the_profiler_shows_deferred_operations():
+  x = torch.ones(3, 37, device="jax")
+  x.exp()
+  with torchax.eager_mode("fused"), torch.profiler.profile() as profile:
+    for _ in range(4):
+      (x.exp() * 2).cpu()
+  names = [event.name for event in profile.events()]
+  assert names.count("aten::exp") == 4
+
+
 TAKERS = {
   "donation": interop.jax_jit(lambda x: x * 2, donate_argnums=0),
   "deletion": lambda x: interop.jax_view(x).delete(),
@@ -307,7 +420,7 @@ def test_an_operation_that_fails_loses_only_its_segment(monkeypatch):
       (x.exp() + 1).cpu()
     y = x.exp() + 1
     with monkeypatch.context() as patch:
-      patch.setattr(deferred, "_run_path", _fail)
+      patch.setattr(recorder._Segment, "run", _fail)
       with pytest.raises(ZeroDivisionError):
         y.tanh()  # the sequence has changed
     assert (x.exp() + 2).isfinite().all()

@@ -18,8 +18,8 @@ import jax
 import numpy as np
 
 from torchax.compat import jax_compat
-from torchax.core.deferred import Pending
 from torchax.core.deferred import active as active  # other modules take it from here
+from torchax.core.recorder import Pending
 from torchax.errors import MutationError, TracedStateError
 
 
@@ -196,14 +196,14 @@ class LazyZeros(Storage):
 
 
 class Deferred(Storage):
-  """Storage whose array is computed when it is read; see `core/deferred.py`."""
+  """Storage whose array is computed when it is read; see `core/recorder.py`."""
 
   __slots__ = ()
 
   @property
   def operand(self) -> Any:
     pending = _array_slot.__get__(self)
-    return pending if pending.index is not None else self.array
+    return pending if pending.segment.is_open else self.array
 
   @property
   def array(self) -> jax.Array:

@@ -21,7 +21,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 from torchax.compat import jax_compat, torch_compat
 from torchax.compat.patches import setting
 from torchax.core import deferred
-from torchax.core.deferred import Pending
+from torchax.core.recorder import Pending
 from torchax.errors import NoSuchDeviceError, ShardingError
 
 _ArrayImpl = jax_compat.ArrayImpl

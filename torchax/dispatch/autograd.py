@@ -16,7 +16,7 @@ import torch
 from torchax.compat import jax_compat, torch_compat
 from torchax.core import deferred, explicit_axes, grad_mode, program_limit
 from torchax.core.chains import WHOLE, reader_of
-from torchax.core.deferred import ARRAYS
+from torchax.core.recorder import ARRAYS
 from torchax.core.storage import active
 from torchax.dispatch import compiling
 from torchax.dispatch.batched_gradients import over_batches

@@ -15,7 +15,7 @@ from jax.sharding import Sharding
 from torchax.compat import jax_compat, torch_compat
 from torchax.compat.patches import setting
 from torchax.core.chains import WHOLE
-from torchax.core.deferred import ARRAYS
+from torchax.core.recorder import ARRAYS
 from torchax.core.storage import Storage, WithoutDevice
 from torchax.devices import placement
 from torchax.dispatch.operands import tensors_in

@@ -12,7 +12,7 @@ import torch
 
 from torchax.core import grad_mode, mappings
 from torchax.core.chains import WHOLE
-from torchax.core.deferred import ARRAYS
+from torchax.core.recorder import ARRAYS
 from torchax.devices import placement
 from torchax.dispatch import torch_checks
 from torchax.dispatch.explaining import EXPLAINED, raise_as_torch

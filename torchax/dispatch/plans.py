@@ -15,8 +15,8 @@ import jax.numpy as jnp
 
 from torchax.compat import jax_compat
 from torchax.core import deferred, grad_mode, mappings
-from torchax.core.deferred import ARRAYS
 from torchax.core.partitions import Partition
+from torchax.core.recorder import ARRAYS
 from torchax.dispatch import explaining, index_checks, new_shapes, torch_checks
 from torchax.dispatch.lowering import Lowering
 from torchax.dispatch.programs import Programs
