@@ -297,7 +297,7 @@ class Recorder:
         if leaf.segment.is_open:
           references.append(leaf.index)
           continue
-        leaf = leaves[place] = leaf.value
+        leaf = leaves[place] = leaf.read()
       position = known.get(id(leaf), new.get(id(leaf)))
       if position is None or type(leaf) in _NUMBERS:
         kind = self._kind(leaf)
