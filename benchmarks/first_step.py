@@ -12,11 +12,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import torch
-import torch.nn.functional as F
 from flax import nnx
 
 from benchmarks.timing import Row, arrays
-from benchmarks.transformer import RATE, Size
+from benchmarks.transformer import RATE, Size, training_step
 from torchax.interop import jax_jit
 
 DEPTHS = (12, 24)
@@ -26,19 +25,7 @@ BASELINE = "NNX, optax"
 
 
 def _ours(size: Size) -> Callable[[], torch.Tensor]:
-  model = size.model().to("jax")
-  optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE)
-  x, y = size.data("jax")
-
-  @jax_jit
-  def step(x, y):
-    optimizer.zero_grad()
-    loss = F.mse_loss(model(x), y)
-    loss.backward()
-    optimizer.step()
-    return loss
-
-  return lambda: step(x, y)
+  return jax_jit(training_step(size))
 
 
 class _Block(nnx.Module):
