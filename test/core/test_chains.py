@@ -117,3 +117,9 @@ def test_a_chain_in_a_further_place_moves_and_is_not_kept(monkeypatch):
   assert (moving.read((base, starts)) == further.read(base)).all()
   value = jnp.array([-1.0, -2.0])
   assert (moving.write((base, starts), value) == further.write(base, value)).all()
+
+
+def test_starts_beyond_int32_are_constants():
+  for start in range(2**31, 2**31 + 8):
+    for info in (IndexInfo(0, start), slice_of(0, start, start + 2, 1)):
+      assert WHOLE.append(info).moving is None

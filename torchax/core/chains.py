@@ -39,6 +39,8 @@ from torchax.core.view_steps import (
   put_slice,
 )
 
+_INT32 = range(-(2**31), 2**31)  # starts that can be operands
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TracedIndexInfo(ViewInfo):
@@ -118,11 +120,11 @@ def _moving(info: ViewInfo) -> tuple[MovingInfo, Any] | None:
   if isinstance(info, TracedIndexInfo):
     return MovingInfo(info.dim, info.length, is_traced=True), info.index
   if isinstance(info, IndexInfo):
-    return MovingInfo(info.dim, None), info.index
+    return (MovingInfo(info.dim, None), info.index) if info.index in _INT32 else None
   if isinstance(info, NarrowInfo):
     *before, (start, stop, step) = info.slices
     is_whole = all(part == (None, None, None) for part in before)
-    if is_whole and step == 1 and start is not None and stop is not None:
+    if is_whole and step == 1 and start in _INT32 and stop is not None:
       return MovingInfo(len(before), stop - start), start
   return None
 

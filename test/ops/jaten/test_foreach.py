@@ -286,11 +286,17 @@ ERRORS = {
   "packed shape": lambda move: torch._foreach_addcdiv(
     *[move([ONES])] * 3, torch.ones(1, 1)
   ),
+  "packed scalar": lambda move: torch._foreach_addcdiv(
+    *[move([ONES])] * 3, torch.tensor(2.0)
+  ),
   "not a scalar": lambda move: torch._foreach_mul(move([ONES]), move(torch.ones(3))),
   "shapes": lambda move: torch._foreach_add(move([ONES]), move([torch.ones(3)])),
   "no elements": lambda move: torch._foreach_max(move([ONES, torch.ones(0)])),
   "no largest": lambda move: torch._foreach_norm(move([torch.ones(0)]), torch.inf),
   "norm of integers": lambda move: torch._foreach_norm(move([torch.arange(2)])),
+  "norm of integers, with dtype": lambda move: torch._foreach_norm(
+    move([torch.arange(2)]), dtype=torch.float32
+  ),
   "leaf": lambda move: torch._foreach_zero_(move([ONES.clone().requires_grad_()])),
 }
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from torchax.core import mappings
 from torchax.ops.builtin import op
 from torchax.ops.jaten import _numbers
-from torchax.ops.promotion import to_float, widen
+from torchax.ops.promotion import is_exact, to_float, widen
 from torchax.registry.names import aten, present, resolve
 from torchax.registry.operators import all_aten_ops
 
@@ -121,16 +121,17 @@ def _scalars_of(scalars, like) -> list:
   return [scalars[row] for row in range(len(like))]
 
 
-def _pointwise(foreach_op, row_op, takes_cpu: bool) -> None:
+def _pointwise(foreach_op, row_op, is_packed: bool) -> None:
   def each(self, tensor1, tensor2, scalars=1):
     lower = _operator(row_op).func
-    if not _is_list(scalars) and jnp.ndim(scalars):
+    if is_packed:
       scalars = _scalars_of(scalars, self)
     rows = _rows(self, tensor1, tensor2, scalars)
     return [lower(*tensors, value=value) for *tensors, value in rows]
 
   each.__name__ = f"_aten_{foreach_op.overloadpacket.__name__}"
-  op(foreach_op, takes_cpu=takes_cpu)(each)
+  # torch requires the tensor of all rows' scalars on the CPU.
+  op(foreach_op, takes_cpu=is_packed)(each)
 
 
 for _packet, _row in (
@@ -138,12 +139,22 @@ for _packet, _row in (
   (aten._foreach_addcmul, aten.addcmul.default),
 ):
   for _overload in ("Scalar", "ScalarList", "Tensor"):
-    # torch requires the tensor of all rows' scalars on the CPU.
-    _pointwise(getattr(_packet, _overload), _row, takes_cpu=_overload == "Tensor")
+    _pointwise(getattr(_packet, _overload), _row, is_packed=_overload == "Tensor")
 
 
 @op(aten._foreach_norm, static=("ord",), prepare=_numbers.norm_order("ord"))
 def _aten__foreach_norm(self, ord=2, dtype=None):
+  """Compute the norms of floating-point and complex tensors.
+
+  Raises:
+    RuntimeError: a tensor has integers, which torch refuses even with a `dtype`.
+  """
+  for array in self:
+    if is_exact(array):
+      raise RuntimeError(
+        "linalg.vector_norm: Expected a floating point or complex tensor as input. Got "
+        f"{array.dtype}"
+      )
   lower = _operator(aten.linalg_vector_norm.default).func
   return [lower(array, ord, dtype=dtype) for array in self]
 
