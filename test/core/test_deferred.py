@@ -180,6 +180,22 @@ def test_many_sequences_in_turn_are_not_compiled_at_once(logged):
   assert set(reports(logged)) == {"2 operations ran one by one"}
 
 
+def test_a_long_sequence_is_compiled_when_that_pays(monkeypatch, logged):
+  monkeypatch.setattr(recorder, "_ALLOWANCE", 30)
+  monkeypatch.setattr(recorder, "_PRICE", 5)
+  x = torch.ones(3, 39, device="jax")
+  with torchax.eager_mode("fused"):
+    for _ in range(8):
+      y = x
+      for _ in range(39):
+        y = y + 1
+      y.sum().item()
+  # 30 operations of allowance, and 40 / 5 after each run
+  expected = ["40 operations ran one by one"] * 3
+  assert reports(logged)[:3] == expected
+  assert reports(logged)[3:] == ["40 operations ran as one program"] * 5
+
+
 def test_a_sequence_that_changes_runs_its_operations(logged):
   x = torch.ones(3, 9, device="jax")
   with torchax.eager_mode("fused"):

@@ -124,8 +124,9 @@ def _moving(info: ViewInfo) -> tuple[MovingInfo, Any] | None:
   if isinstance(info, NarrowInfo):
     *before, (start, stop, step) = info.slices
     is_whole = all(part == (None, None, None) for part in before)
-    if is_whole and step == 1 and start in _INT32 and stop is not None:
-      return MovingInfo(len(before), stop - start), start
+    if is_whole and step == 1 and start is not None and stop is not None:
+      info_of_slice = MovingInfo(len(before), stop - start)
+      return (info_of_slice, start) if start in _INT32 else None
   return None
 
 

@@ -27,6 +27,9 @@ from torchax.core import program_limit
 
 # Most operations of a segment, and of the tree of a thread.
 _LONGEST, _MOST_STEPS = 8192, 65536
+# Operations that may be compiled: so many at first, and one for each `_PRICE` that ran
+# one by one. XLA takes as long for an operation as some hundred calls of it.
+_ALLOWANCE, _PRICE = 2048, 256
 # Most programs of segments with the same operations and other results.
 _MOST_PROGRAMS = 8
 # A segment is this long before an operation that starts a known sequence ends it.
@@ -209,6 +212,7 @@ class Recorder:
     self._root = _Step()
     self._tree: dict[tuple, _Step] = {}
     self._ended = 0  # number of segments that ran one by one
+    self._budget: float = _ALLOWANCE  # operations that may be compiled now
     self._segment = _Segment(self, self._root)
 
   def call(self, program, operands: Sequence):
@@ -418,49 +422,55 @@ class Recorder:
   def _end_here(self) -> None:
     segment = self._segment
     state, path = segment.state, segment.path
-    how, is_frequent = "ran one by one", self._is_frequent(state)
-    try:
-      if not segment.has_run and is_frequent:
+    is_frequent, count = self._is_frequent(segment), None
+    if is_frequent and not segment.has_run:
+      try:
         count = self._run_compiled()
-        how = f"ran as one program, with {count} results in use"
-      elif not segment.has_run:
-        self._run_recorded()
-    except Exception as error:
-      if not is_frequent:
-        raise
-      _logger.warning(
-        "%d operations run one by one, because their program fails: %s",
-        *(len(path), error),
-      )
-      for step in path:
-        step.is_frequent = False
-      state.programs.clear()
-      state.ends = -math.inf  # never frequent
-      return self._end_here()
+      except Exception as error:
+        _logger.warning(
+          "%d operations run one by one, because their program fails: %s",
+          *(len(path), error),
+        )
+        for step in path:
+          step.is_frequent = False
+        state.programs.clear()
+        state.ends, is_frequent = -math.inf, False  # never frequent
+    if count is None and not segment.has_run:
+      self._run_recorded()
     if segment.has_run and is_frequent and not state.is_frequent:
       for step in path:
         step.is_frequent = True
     self._ended += not is_frequent
+    self._budget += len(path) / _PRICE if segment.has_run else 0
     state.ends, state.last = state.ends + 1, self._ended
     if logs.is_enabled("eager"):
+      how = f"as one program, with {count} results in use"
+      how = "one by one" if count is None else how
       file, line = user_code.line() or ("?", 0)
-      _logger.info("%d operations %s, read at %s:%d", len(path), how, file, line)
+      _logger.info("%d operations ran %s, read at %s:%d", len(path), how, file, line)
     self._new_segment()
     if self._new >= _PATIENCE:
       self._new, self._paused = 0, self._next_pause
       self._next_pause = min(4 * self._next_pause, _LONGEST_PAUSE)
 
-  def _is_frequent(self, state: _Step) -> bool:
-    """Return True for a segment that ends often, beside those since its last end.
+  def _is_frequent(self, segment: _Segment) -> bool:
+    """Return True for a segment that is worth a program.
+
+    It ends often, beside those since its last end, and is not too long to compile now.
 
     A training loop has few different segments: each is frequent the second time, and
     deferred and compiled the third time. Text generation has some for each length, and
     compiling all takes minutes.
     """
-    return bool(state.programs) or state.ends * 4 > self._ended - state.last
+    state = segment.state
+    is_often = state.ends * 4 > self._ended - state.last
+    return bool(state.programs) or (is_often and len(segment.path) <= self._budget)
 
-  def _run_compiled(self) -> int:
-    """Run the segment as one program; return the number of its results in use."""
+  def _run_compiled(self) -> int | None:
+    """Run the segment as one program; return the number of its results in use.
+
+    Return None if there is no program and the budget is too small for one.
+    """
     segment = self._segment
     programs = segment.state.programs
     if _program_for(programs, segment.in_use()) is None:
@@ -470,10 +480,13 @@ class Recorder:
       return 0
     found = _program_for(programs, used)
     if found is None:
+      if len(segment.path) > self._budget:
+        return None
       if len(programs) >= _MOST_PROGRAMS:
         programs.clear()
       indices = frozenset([result.index for result in used])
       program = _compile(segment.path, sorted(indices))
+      self._budget -= len(segment.path)
       found = indices, programs.setdefault(indices, program)
     indices, program = found
     arrays = dict(zip(sorted(indices), program(*segment.inputs)))

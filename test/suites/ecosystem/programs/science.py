@@ -30,7 +30,7 @@ def _spiral(device):
 def _fit(solve, device, steps: int, **options):
   t, true = _spiral(device)
   func = Oscillator().to(device)
-  optimizer = torch.optim.RMSprop(func.parameters(), lr=1e-2)
+  optimizer = torch.optim.SGD(func.parameters(), lr=1e-2)
   losses = []
   for _ in range(steps):
     optimizer.zero_grad()
@@ -58,7 +58,7 @@ def neural_ode(device):
 def adjoint(device):
   from torchdiffeq import odeint_adjoint
 
-  adaptive = _fit(odeint_adjoint, device, 2, method="dopri5", rtol=1e-4, atol=1e-5)
+  adaptive = _fit(odeint_adjoint, device, 2, method="dopri5", rtol=1e-6, atol=1e-7)
   fixed = _fit(odeint_adjoint, device, 2, method="rk4")
   return {**adaptive, "fixed": fixed["losses"]}
 
