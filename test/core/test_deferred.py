@@ -183,6 +183,7 @@ def test_many_sequences_in_turn_are_not_compiled_at_once(logged):
 def test_a_long_sequence_is_compiled_when_that_pays(monkeypatch, logged):
   monkeypatch.setattr(recorder, "_ALLOWANCE", 30)
   monkeypatch.setattr(recorder, "_PRICE", 5)
+  monkeypatch.setattr(recorder, "_PROGRAM", 0)
   x = torch.ones(3, 39, device="jax")
   with torchax.eager_mode("fused"):
     for _ in range(8):

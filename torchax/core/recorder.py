@@ -28,8 +28,9 @@ from torchax.core import program_limit
 # Most operations of a segment, and of the tree of a thread.
 _LONGEST, _MOST_STEPS = 8192, 65536
 # Operations that may be compiled: so many at first, and one for each `_PRICE` that ran
-# one by one. XLA takes as long for an operation as some hundred calls of it.
-_ALLOWANCE, _PRICE = 2048, 256
+# one by one. XLA takes as long for an operation as some hundred calls of it, and for a
+# program as long as for `_PROGRAM` operations more.
+_ALLOWANCE, _PRICE, _PROGRAM = 2048, 256, 64
 # Most programs of segments with the same operations and other results.
 _MOST_PROGRAMS = 8
 # A segment is this long before an operation that starts a known sequence ends it.
@@ -143,6 +144,11 @@ class _Segment:
     self.results: list[Pending | None] = []
     self.has_run = False
     self.is_open = True
+
+  @property
+  def cost(self) -> int:
+    """Cost of compiling it, in operations."""
+    return _PROGRAM + len(self.path)
 
   def in_use(self) -> list[Pending]:
     """Return the results that something else refers to, and that have no values."""
@@ -464,7 +470,7 @@ class Recorder:
     """
     state = segment.state
     is_often = state.ends * 4 > self._ended - state.last
-    return bool(state.programs) or (is_often and len(segment.path) <= self._budget)
+    return bool(state.programs) or (is_often and segment.cost <= self._budget)
 
   def _run_compiled(self) -> int | None:
     """Run the segment as one program; return the number of its results in use.
@@ -480,13 +486,13 @@ class Recorder:
       return 0
     found = _program_for(programs, used)
     if found is None:
-      if len(segment.path) > self._budget:
+      if segment.cost > self._budget:
         return None
       if len(programs) >= _MOST_PROGRAMS:
         programs.clear()
       indices = frozenset([result.index for result in used])
       program = _compile(segment.path, sorted(indices))
-      self._budget -= len(segment.path)
+      self._budget -= segment.cost
       found = indices, programs.setdefault(indices, program)
     indices, program = found
     arrays = dict(zip(sorted(indices), program(*segment.inputs)))
