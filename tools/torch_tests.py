@@ -83,13 +83,13 @@ class Record:
     mode: one of `MODES`.
     here: outcome on jax.
     there: outcome on CPU torch, if it did not pass on jax.
-    passes_with_x64: True if it passes with 64-bit types.
+    with_x64: outcome on jax with 64-bit types, if that mode ran too.
   """
 
   mode: str
   here: Outcome
   there: Outcome | None = None
-  passes_with_x64: bool = False
+  with_x64: Outcome | None = None
 
   @property
   def file(self) -> str:
@@ -265,9 +265,9 @@ def compare_file(
     there = {outcome.row: outcome for outcome in run_file(request, folder, limit)}
     if file in failed and file not in there:  # it did not load here, and does there
       there[file] = Outcome(file, "passed")
-  passed = {o.row for o in here.get("x64", ()) if o.verdict == "passed"}
+  with_x64 = {outcome.row: outcome for outcome in here.get("x64", ())}
   return [
-    Record(mode, outcome, there.get(outcome.row), outcome.row in passed)
+    Record(mode, outcome, there.get(outcome.row), with_x64.get(outcome.row))
     for mode, ran in here.items()
     for outcome in ran
   ]
@@ -284,8 +284,13 @@ def judge(record: Record, expectations: list[Expectation]) -> Judgement:
   for expected in expectations:
     if expected.matches(here):
       return Judgement(record, "expected", expected.reason)
-  if record.passes_with_x64:
+  with_x64 = record.with_x64
+  if with_x64 is not None and with_x64.verdict == "passed":
     return Judgement(record, "expected", NEEDS_X64)
+  for expected in expectations:
+    # Without 64-bit types it fails earlier, in another way.
+    if with_x64 is not None and expected.matches(with_x64):
+      return Judgement(record, "expected", expected.reason)
   return Judgement(record, "slow" if is_late else "fault")
 
 
@@ -346,8 +351,11 @@ def _read(report: pathlib.Path) -> dict[str, tuple[int | None, list[Record]]]:
 
 
 def _record(fields: dict) -> Record:
-  there = fields["there"] and Outcome(**fields["there"])
-  return Record(**{**fields, "here": Outcome(**fields["here"]), "there": there})
+  outcomes = {
+    name: fields[name] and Outcome(**fields[name])
+    for name in ("here", "there", "with_x64")
+  }
+  return Record(fields["mode"], **outcomes)
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:

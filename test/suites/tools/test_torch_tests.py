@@ -90,6 +90,7 @@ DOES_NOT_LOAD = "import sys\nassert 'torchax' not in sys.modules, 'not with torc
 LAYOUTS = Expectation("*", "jax arrays have no strides", "*memory format*")
 PASSED = Outcome("a.py::A::test", "passed", seconds=0.1)
 FAILED = Outcome("a.py::A::test", "failed", "RuntimeError: no such memory format")
+OTHER = Outcome("a.py::A::test", "failed", "AssertionError: int32 != int64")
 LATE = Outcome("a.py::A::test", "took too long")
 
 
@@ -175,20 +176,23 @@ def test_a_file_that_does_not_load_here_is_a_fault(folder, capsys):
 
 
 @pytest.mark.parametrize(
-  "here, there, passes_with_x64, rows, kind",
+  "here, there, with_x64, rows, kind",
   [
-    (PASSED, None, True, [LAYOUTS], "passed"),
-    (FAILED, PASSED, False, [], "fault"),
-    (FAILED, PASSED, False, [LAYOUTS], "expected"),
-    (FAILED, PASSED, True, [], "expected"),
-    (FAILED, FAILED, False, [LAYOUTS], "other release"),
-    (FAILED, None, False, [LAYOUTS], "other release"),
-    (LATE, PASSED, False, [LAYOUTS], "slow"),
-    (LATE, Outcome(LATE.row, "passed", seconds=2), False, [], "other release"),
+    (PASSED, None, PASSED, [LAYOUTS], "passed"),
+    (FAILED, PASSED, None, [], "fault"),
+    (FAILED, PASSED, FAILED, [], "fault"),
+    (FAILED, PASSED, FAILED, [LAYOUTS], "expected"),
+    (FAILED, PASSED, PASSED, [], "expected"),
+    (OTHER, PASSED, None, [LAYOUTS], "fault"),
+    (OTHER, PASSED, FAILED, [LAYOUTS], "expected"),
+    (FAILED, FAILED, FAILED, [LAYOUTS], "other release"),
+    (FAILED, None, FAILED, [LAYOUTS], "other release"),
+    (LATE, PASSED, LATE, [LAYOUTS], "slow"),
+    (LATE, Outcome(LATE.row, "passed", seconds=2), LATE, [], "other release"),
   ],
 )
-def test_failures_are_classified(here, there, passes_with_x64, rows, kind):
-  record = torch_tests.Record("32 bits", here, there, passes_with_x64)
+def test_failures_are_classified(here, there, with_x64, rows, kind):
+  record = torch_tests.Record("32 bits", here, there, with_x64)
   assert torch_tests.judge(record, rows).kind == kind
 
 
