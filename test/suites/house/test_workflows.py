@@ -17,6 +17,8 @@ WORKFLOWS = {
 }
 CI = WORKFLOWS["ci"]
 NOTES = next(s for s in WORKFLOWS["release"]["jobs"]["build"]["steps"] if "id" in s)
+PUBLISH = WORKFLOWS["site"]["jobs"]["publish"]["steps"][-1]
+VERSION = next(s for s in WORKFLOWS["site"]["jobs"]["build"]["steps"] if "id" in s)
 COMPARE = next(s for s in CI["jobs"]["changes"]["steps"] if "id" in s)
 
 
@@ -107,3 +109,43 @@ def test_the_notes_of_a_release_are_its_section_of_the_changelog(tmp_path, tag, 
   assert words == {"v0.2": ["###", "Added", "-", "new"], "v0.1": ["-", "old"]}.get(
     tag, []
   )
+
+
+def _commits(folder, branch: str) -> list[str]:
+  command = ["git", "log", "--format=%s", branch]
+  done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+  return done.stdout.splitlines()
+
+
+def test_versions_of_the_site_are_added_to_the_published_ones(tmp_path):
+  """Two runs, with a repository on this machine, and without the tool that builds."""
+  git = "git -c user.name=test -c user.email=test@localhost"
+  fake = (
+    f"mike() {{ git checkout -q gh-pages || git checkout -q --orphan gh-pages; "
+    f'{git} commit -q --allow-empty -m "$*"; git checkout -q --detach; }}'
+  )
+  step = {"run": f"{fake}\n{VERSION['run']}"}
+  remote = tmp_path / "remote.git"
+  assert _run({"run": f"git init -q --bare {remote}"}, tmp_path) == 0
+  hosted = "https://x:token@github.com/torchax/torchax"
+  given = {
+    "GH_TOKEN": "token",
+    "GITHUB_REPOSITORY": "torchax/torchax",
+    "GIT_CONFIG_COUNT": "1",
+    "GIT_CONFIG_KEY_0": f"url.{remote}.insteadOf",
+    "GIT_CONFIG_VALUE_0": hosted,
+  }
+  fetch = "git fetch origin 'refs/heads/gh-pages*:refs/heads/gh-pages*'"
+  assert fetch in [s.get("run") for s in WORKFLOWS["site"]["jobs"]["build"]["steps"]]
+  for name, kind in (("main", "branch"), ("v0.2", "tag")):
+    folder = tmp_path / name
+    start = f"git init -q . && git remote add origin {remote} && {fetch}"
+    folder.mkdir()
+    assert _run({"run": start}, folder) == 0
+    assert _run(step, folder, GITHUB_REF_TYPE=kind, GITHUB_REF_NAME=name) == 0
+    assert _run(PUBLISH, folder, **given) == 0
+  assert _commits(remote, "gh-pages") == [
+    "deploy --update-aliases 0.2 stable",
+    "set-default latest",
+    "deploy --title main latest",
+  ]
