@@ -4,7 +4,9 @@ usage: python -m benchmarks.run [--out=output/benchmarks.json] [--only=eager,ope
 """
 
 import dataclasses
+import datetime
 import json
+import os
 import pathlib
 import platform
 
@@ -67,6 +69,8 @@ def _environment() -> dict:
     "jax": jax.__version__,
     "torch": torch.__version__,
     "python": platform.python_version(),
+    "date": datetime.date.today().isoformat(),
+    "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
     "devices": [str(device) for device in jax.devices()],
   }
 

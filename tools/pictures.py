@@ -1,15 +1,19 @@
-"""Draw the pictures of the docs as SVG.
+"""Draw the pictures of the docs as SVG, or one of a report of `make bench`.
 
-usage: python -m tools.pictures
+usage: python -m tools.pictures [REPORT.json PICTURE.svg]
 
-All text is dark on light boxes and the background is transparent, so that a picture
-reads on a light and on a dark page. The width fits a phone.
+Text is dark on light boxes, or grey, and the background is transparent, so that a
+picture reads on a light and on a dark page. The width fits a phone.
 """
 
 import ast
 import functools
 import html
+import json
 import pathlib
+import re
+import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -19,6 +23,9 @@ WIDTH = 460
 GAP = 6
 LINE = 18
 BLUE, GREEN, YELLOW, GREY = "#dbe7f8", "#d9f0de", "#fbeec7", "#e9eaed"
+# Colors that show on a light and on a dark page.
+BARS = ("#4c8bf5", "#e8833a", "#3fa34d", "#b07cc6")
+PLAIN = "#808080"
 _EDGE, _TEXT, _ARROW = "#6b7f9c", "#18222f", "#808a96"
 _LETTER = 7.2  # width of a letter, rounded up
 
@@ -202,11 +209,94 @@ def _parts_of_array(axes, devices: np.ndarray, x: float, y: float) -> list[str]:
   return parts
 
 
-PICTURES = {"layers": layers, "call": call, "mesh": mesh}
+# Program -> implementation -> time in microseconds, and the text of the time.
+Times = dict[str, dict[str, tuple[float, str]]]
+
+
+def bars(title: str, caption: str, times: Times) -> str:
+  """Draw the times of each program as bars; the longest of a program has one length."""
+  kinds = list(dict.fromkeys(kind for row in times.values() for kind in row))
+  colors = dict(zip(kinds, BARS, strict=False))
+  y, parts = 16.0, []
+  for number, kind in enumerate(kinds):
+    x = 2 + 110 * number
+    parts += [_bar(x, y - 10, 11, colors[kind]), _left(x + 16, y, kind)]
+  for line in textwrap.wrap(caption, 72):
+    y += LINE
+    parts.append(_left(2, y, line))
+  for name, row in times.items():
+    y += 8
+    for line in textwrap.wrap(name, 66):
+      y += 15
+      parts.append(_left(2, y, line))
+    longest = max(time for time, _ in row.values())
+    for kind, (time, text) in row.items():
+      length = (WIDTH - 90) * time / longest
+      parts += [_bar(2, y + 5, length, colors[kind]), _left(length + 8, y + 15, text)]
+      y += 14
+    y += 4
+  return svg(y + 6, title, parts)
+
+
+def _bar(x: float, y: float, width: float, color: str) -> str:
+  return f'<rect x="{x:g}" y="{y:g}" width="{width:.1f}" height="11" fill="{color}"/>'
+
+
+def _left(x: float, y: float, text: str) -> str:
+  return (
+    f'<text x="{x:.1f}" y="{y:g}" text-anchor="start" fill="{PLAIN}" font-size="12">'
+    f"{html.escape(text)}</text>"
+  )
+
+
+def gpu() -> str:
+  """Draw the table of docs/performance.md, with the device, versions and date there."""
+  page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+  section = page.partition("\n## On a GPU\n")[2]
+  (where,) = re.findall(r"(?s)Measured on (.+?\d{4}-\d\d-\d\d)\.", section)
+  (table,) = re.findall(r"(?m)(?:^\|.*\n)+", section)
+  head, _, *rows = (
+    [cell.strip().replace("`", "") for cell in line.strip("|\n").split("|")]
+    for line in table.splitlines()
+  )
+  times: Times = {}
+  for name, *cells in rows:
+    found = {kind: _time(cell) for kind, cell in zip(head[1:], cells) if cell}
+    times[name] = found
+  return bars("Times on a GPU", " ".join(where.split()), times)
+
+
+def _time(cell: str) -> tuple[float, str]:
+  """Return microseconds and a text, of "1,060" (microseconds) or "5.7 s"."""
+  number, _, unit = cell.replace(",", "").partition(" ")
+  return float(number) * {"": 1, "s": 1e6}[unit], cell if unit else f"{cell} µs"
+
+
+def report(path: pathlib.Path) -> str:
+  """Draw a report of `make bench`, with its date, machine and versions."""
+  found = json.loads(path.read_text(encoding="utf-8"))
+  given = found["environment"]
+  versions = (f"{key} {given[key]}" for key in ("torchax", "torch", "jax", "python"))
+  times: Times = {
+    row["name"]: {
+      "torchax": (row["ours_us"], f"{row['ours_us']:,.1f} µs"),
+      "baseline": (row["baseline_us"], f"{row['baseline_us']:,.1f} µs"),
+    }
+    for row in found["rows"]
+  }
+  where = (given["machine"], *versions, f"on {given['date']}")
+  return bars("Times of make bench", ", ".join(where), times)
+
+
+PICTURES = {"layers": layers, "call": call, "mesh": mesh, "gpu": gpu}
 
 
 def main() -> None:
-  """Write the pictures to the docs."""
+  """Write the pictures to the docs, or draw a report."""
+  if sys.argv[1:]:
+    source, target = map(pathlib.Path, sys.argv[1:])
+    target.write_text(report(source), encoding="utf-8")
+    return
   for name, draw in PICTURES.items():
     (ROOT / "docs" / f"{name}.svg").write_text(draw(), encoding="utf-8")
 
