@@ -289,6 +289,9 @@ ERRORS = {
   "packed scalar": lambda move: torch._foreach_addcdiv(
     *[move([ONES])] * 3, torch.tensor(2.0)
   ),
+  "packed and strided": lambda move: torch._foreach_addcdiv(
+    *[move([ONES, ONES])] * 3, torch.ones(2, 2)[:, 0]
+  ),
   "not a scalar": lambda move: torch._foreach_mul(move([ONES]), move(torch.ones(3))),
   "shapes": lambda move: torch._foreach_add(move([ONES]), move([torch.ones(3)])),
   "no elements": lambda move: torch._foreach_max(move([ONES, torch.ones(0)])),

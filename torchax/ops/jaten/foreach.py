@@ -121,6 +121,11 @@ def _scalars_of(scalars, like) -> list:
   return [scalars[row] for row in range(len(like))]
 
 
+def _check_packed(self, tensor1, tensor2, scalars) -> None:
+  if not scalars.is_contiguous():
+    raise RuntimeError("Expected scalars to be contiguous.")
+
+
 def _pointwise(foreach_op, row_op, is_packed: bool) -> None:
   def each(self, tensor1, tensor2, scalars=1):
     lower = _operator(row_op).func
@@ -131,7 +136,7 @@ def _pointwise(foreach_op, row_op, is_packed: bool) -> None:
 
   each.__name__ = f"_aten_{foreach_op.overloadpacket.__name__}"
   # torch requires the tensor of all rows' scalars on the CPU.
-  op(foreach_op, takes_cpu=is_packed)(each)
+  op(foreach_op, takes_cpu=is_packed, check=_check_packed if is_packed else None)(each)
 
 
 for _packet, _row in (
