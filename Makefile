@@ -27,6 +27,7 @@
 #   make test-accelerator   runs the tests of operations and programs there
 #   make docs    builds the site into site/
 #   make test-site  looks at the site in a browser: Chromium or Chrome, or CHROMIUM=path
+#   make test-pyright  checks the types of the programs of all pages; needs Node.js
 #   make tutorials  runs docs/tutorials, writes the outputs and the notebooks
 #   make install makes the environment only
 #   make clean   removes what was built;  make distclean  the environment as well
@@ -34,7 +35,7 @@
 # The environment in .venv is made on first use and again when its inputs change.
 # Variables: BASE (a branch or commit), UPSTREAM (a checkout of google/torchax),
 # TORCH_TESTS (the folder test of PyTorch), PYTHON (interpreter), JOBS (test processes),
-# CHROMIUM (a browser), ARGS (passed to the program).
+# CHROMIUM (a browser), PYRIGHT (a command), ARGS (passed to the program).
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -49,7 +50,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
   $$python -c '$(IS_RECENT)' 2>/dev/null && { echo $$python; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fused test-changed test-programs test-distributions test-opinfo test-opinfo-quick test-bad-inputs test-close-numbers test-models test-samplers test-dieharder test-ecosystem test-ecosystem-quick test-statistics test-upstream test-torch test-accelerator fuzz soak bench-accelerator lint format bench docs test-site tutorials clean distclean
+.PHONY: help install demo test test-fused test-changed test-programs test-distributions test-opinfo test-opinfo-quick test-bad-inputs test-close-numbers test-models test-samplers test-dieharder test-ecosystem test-ecosystem-quick test-statistics test-upstream test-torch test-accelerator fuzz soak bench-accelerator lint format bench docs test-site test-pyright tutorials clean distclean
 
 help:
 	@sed -n '/^#   make/s/^# //p' Makefile
@@ -83,7 +84,7 @@ KEPT := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/output/programs \
 PYTEST := $(KEPT) $(BIN)/python -m pytest -q --durations=10 --numprocesses=$(JOBS) --dist=worksteal
 
 # Folders with targets of their own.
-ELSEWHERE := $(addprefix --ignore=test/suites/,opinfo ecosystem models browser)
+ELSEWHERE := $(addprefix --ignore=test/suites/,opinfo ecosystem models browser pyright)
 
 test: $(STAMP)
 	$(PYTEST) -m 'not programs and not distributions' $(ELSEWHERE) $(ARGS)
@@ -197,6 +198,10 @@ $(DRIVER): $(STAMP)
 export CHROMIUM
 test-site: $(DRIVER) docs
 	$(BIN)/python -m pytest -q --numprocesses=$(JOBS) --dist=loadscope test/suites/browser $(ARGS)
+
+PYRIGHT ?= npx --yes pyright@1.1.414
+test-pyright: $(STAMP)
+	PYRIGHT="$(PYRIGHT)" $(BIN)/python -m pytest -q test/suites/pyright $(ARGS)
 
 tutorials: $(STAMP)
 	for page in docs/tutorials/*.md; do \

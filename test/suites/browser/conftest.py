@@ -23,7 +23,9 @@ NEEDS = {
 @pytest.fixture(scope="session")
 def browser():
   """Start the browser; end the run with one sentence if something is missing."""
-  program = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), "")
+  program = os.environ.get("CHROMIUM") or next(
+    filter(None, map(shutil.which, NAMES)), ""
+  )
   found = {
     "a site": (SITE / "index.html").exists(),
     "playwright": importlib.util.find_spec("playwright"),

@@ -164,9 +164,11 @@ def random_numbers(x: torch.Tensor) -> None:
     assert_type(stream, RngStream)
 
 
+Weights = dict[str, torch.Tensor]
+
+
 def training(x: torch.Tensor) -> None:
   """Train with a step that takes the arguments of the model and the loss."""
-  Weights = dict[str, torch.Tensor]
 
   def model(weights: Weights, buffers: Weights, args: torch.Tensor) -> torch.Tensor:
     return args * weights["w"]
