@@ -4,6 +4,7 @@ import importlib.metadata
 import os
 import pathlib
 import platform
+import re
 import subprocess
 import sys
 
@@ -118,10 +119,37 @@ def test_import_with_an_old_torch_names_the_remedy():
   assert link.endswith("#unsupportedversionerror")
 
 
-def test_the_readme_and_the_workflow_name_the_tested_versions():
-  readme = pathlib.Path(ROOT, "README.md").read_text(encoding="utf-8")
-  workflow = pathlib.Path(ROOT, ".github", "workflows", "ci.yml").read_text()
+def _words(name: str) -> str:
+  return " ".join(pathlib.Path(ROOT, name).read_text(encoding="utf-8").split())
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/faq.md"])
+def test_pages_name_the_tested_versions(page):
   for name, shown in (("torch", "torch"), ("jax", "JAX"), ("python", "Python")):
-    assert f"{shown} {versions.tested_range(name)}" in " ".join(readme.split())
+    assert f"{shown} {versions.tested_range(name)}" in _words(page)
+
+
+def test_python_versions_are_the_same_everywhere():
+  low, high = (int(v.removeprefix("3.")) for v in versions.TESTED["python"])
+  names = [f"3.{minor}" for minor in range(low, high + 1)]
+  assert PROJECT["requires-python"] == f">=3.{low}"
+  prefix = "Programming Language :: Python :: "
+  listed = [c.removeprefix(prefix) for c in PROJECT["classifiers"] if prefix in c]
+  assert listed == ["3", *names]
+  matrix = ", ".join(f'"{name}"' for name in names)
+  assert f"python-version: [{matrix}]" in _words(".github/workflows/ci.yml")
+  texts = _words("README.md") + _words("Makefile")
+  lowest = re.findall(r"Python (?:>= )?(3\.\d+)(?= or newer| and make)", texts)
+  assert lowest == [f"3.{low}"] * 3
+
+
+@pytest.mark.parametrize("name", ["torch", "jax"])
+def test_the_pinned_version_is_a_tested_one(name):
+  (pinned,) = re.findall(rf"(?m)^{name}==(.+)$", (ROOT / "constraints.txt").read_text())
+  assert versions.is_tested(name, pinned)
+
+
+def test_the_workflow_has_a_job_for_each_end_of_the_versions():
+  workflow = pathlib.Path(ROOT, ".github", "workflows", "ci.yml").read_text()
   for job in ("test:", "lowest:", "newest:", "prerelease:"):
     assert f"\n  {job}\n" in workflow

@@ -136,6 +136,23 @@ def test_linearize_of_cpu_tensors_works_beside_torchax():
   torch.testing.assert_close((value, tangent(V)), func.jvp(vector, (X,), (V,)))
 
 
+def test_linearize_has_the_tangent_of_cpu_torch():
+  expected = func.jvp(vector, (X,), (V,))
+  x, direction = to_jax((X, V))
+  with torchax.default_env():
+    value, tangent = func.linearize(vector, x)
+    assert_same((value, tangent(direction)), expected)
+
+
+def test_forward_mode_of_rrelu_has_the_slopes_of_its_result():
+  x = -torch.ones(64, device="jax")
+  with torchax.default_env():
+    result, slopes = func.jvp(
+      lambda x: F.rrelu(x, training=True), (x,), (torch.ones_like(x),)
+    )
+  assert torch.equal(slopes, -result) and len(slopes.unique()) > 32
+
+
 def test_a_module_is_called_with_other_parameters():
   models = [torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh()) for _ in "ab"]
 
