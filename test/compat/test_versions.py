@@ -43,6 +43,14 @@ def test_one_error_names_all_old_packages():
     versions.check(old.__getitem__)
 
 
+@pytest.mark.parametrize("version", ["3.10.13", "3.9.18"])
+def test_an_old_python_is_named_before_any_library(version):
+  versions.check_python("3.11.0")
+  sentence = f"needs Python 3.11 or newer, but found Python {version}. Install"
+  with pytest.raises(UnsupportedVersionError, match=sentence):
+    versions.check_python(version)
+
+
 @pytest.mark.parametrize("version", ["2.11", "2.11.0", "2.11.0a0+git1", "2.16.0.dev1"])
 def test_releases_are_compared_by_their_numbers(version):
   versions.check({**NEWEST, "torch": version}.__getitem__)
@@ -101,6 +109,23 @@ real = importlib.metadata.version
 importlib.metadata.version = lambda name: "2.9.1" if name == "torch" else real(name)
 import torchax
 """
+
+
+def test_import_beside_google_torchax_warns_in_one_sentence(tmp_path):
+  metadata = tmp_path / "torchax-0.0.13.dist-info" / "METADATA"
+  metadata.parent.mkdir()
+  metadata.write_text("Metadata-Version: 2.1\nName: torchax\nVersion: 0.0.13\n")
+  done = subprocess.run(
+    [sys.executable, "-c", "import torchax"],
+    capture_output=True,
+    text=True,
+    check=True,
+    cwd=tmp_path,
+    env={**os.environ, "PYTHONPATH": str(ROOT)},
+    timeout=120,
+  )
+  assert done.stderr.count("UserWarning") == 1
+  assert "torchax 0.0.13 is installed, which is google/torchax. Run" in done.stderr
 
 
 def test_import_with_an_old_torch_names_the_remedy():

@@ -5,6 +5,7 @@ A warning says if pip has installed google/torchax, which has the same name.
 
 import importlib.metadata
 import pathlib
+import platform
 import re
 import warnings
 from collections.abc import Callable, Mapping
@@ -53,6 +54,20 @@ def is_older(version: str, bound: str) -> bool:
   width = max(len(release(version)), len(release(bound)))
   padded = [release(v) + (0,) * (width - len(release(v))) for v in (version, bound)]
   return padded[0] < padded[1]
+
+
+def check_python(version: str = platform.python_version()) -> None:
+  """Check the version of Python, which pip checks only for an installed package.
+
+  Raises:
+    UnsupportedVersionError: Python is older than torchax supports.
+  """
+  lowest, _ = TESTED["python"]
+  if is_older(version, lowest):
+    raise UnsupportedVersionError(
+      f"torchax {VERSION} needs Python {lowest} or newer, but found Python {version}. "
+      "Install torchax into an environment of a newer Python."
+    )
 
 
 def check(
@@ -112,5 +127,6 @@ def check_origin(
   )
 
 
+check_python()
 check()
 check_origin()

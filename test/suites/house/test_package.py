@@ -197,3 +197,14 @@ def test_only_the_extra_of_an_accelerator_changes_jax(name):
   requirements = map(Requirement, PROJECT["optional-dependencies"][name])
   assert any(r.name == "jax" for r in requirements) == (name in ("gpu", "tpu"))
   assert not any({"gpu", "tpu"} & r.extras for r in requirements)
+
+
+def test_make_names_the_python_that_it_needs(tmp_path):
+  old = tmp_path / "python3"
+  old.write_text("#!/bin/sh\nexit 1\n")  # its answer to "are you recent enough?"
+  old.chmod(0o755)
+  command = ["make", "install", f"PYTHON={old}", f"VENV={tmp_path / 'environment'}"]
+  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+  assert done.returncode != 0
+  expected = f"torchax needs Python 3.11 or newer, and '{old}' is not; name one with: "
+  assert expected in done.stderr and not (tmp_path / "environment").exists()
