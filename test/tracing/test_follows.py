@@ -4,6 +4,7 @@ A row is a kind of change, a column a way to compile.
 """
 
 import functools
+import gc
 import importlib
 import random
 import sys
@@ -310,6 +311,41 @@ def test_a_numpy_array_takes_effect(use):
   for value in (1.0, 4.0, 1.0):
     held[:] = value
     assert run(x).tolist() == [value] * 16
+
+
+TEMPORARIES = {
+  "tensor": lambda x: x * torch.tensor([2.0], device="jax"),
+  "scalar": lambda x: torch.where(x > 0, x, torch.tensor(0.0, device="jax")),
+  "as_tensor": lambda x: x * torch.as_tensor([2.0], device="jax"),
+  "index": lambda x: x[torch.tensor([0, 1], device="jax")],
+  "to": lambda x: x * torch.tensor([2.0]).to("jax"),
+  "numpy": lambda x: x * torch.tensor(np.arange(16.0), device="jax"),
+  "from_numpy": lambda x: x * torch.from_numpy(np.ones(16, np.float32)).to("jax"),
+  "frombuffer": lambda x: x * torch.frombuffer(bytearray(64), dtype=x.dtype).to("jax"),
+}
+
+
+@pytest.mark.parametrize("use", TEMPORARIES.values(), ids=TEMPORARIES)
+def test_cpu_values_made_in_a_function_are_constants(use):
+  traces = []
+
+  def function(x):
+    traces.append(x)
+    return use(x)
+
+  run, x = jax_jit(function), ONES.to("jax")
+  for _ in range(3):
+    assert run(x).tolist() == use(x).tolist()
+  assert len(traces) == 1
+
+
+def test_a_numpy_array_that_is_replaced_takes_effect():
+  arrays = [np.ones(16, np.float32)]
+  run = jax_jit(lambda x: x * torch.tensor(arrays[0], device="jax"))
+  for value in (1.0, 4.0, 2.0):
+    arrays[0] = np.full(16, value, np.float32)
+    gc.collect()
+    assert run(ONES.to("jax")).tolist() == [value] * 16
 
 
 # Random numbers of the host -----------------------------------------------------------

@@ -133,6 +133,7 @@ class Guards:
     optimizers: optimizers with a traced step.
     edition: number of times that guarded objects were found collected; the programs
       compiled with them are of no use then.
+    count: number of CPU values that were guarded on so far.
   """
 
   def __init__(self, name: str = "A function"):
@@ -142,7 +143,7 @@ class Guards:
     self.optimizers: list = []
     self.edition = 0
     self._host: dict[int, _HostValue] = {}
-    self._count = 0
+    self.count = 0
     # Guards of the compiled functions called in a trace, and their keys at that time.
     self._inner: dict[int, tuple[weakref.ref, Hashable]] = {}
     # Host numbers that Python branches on, and their values in the first trace.
@@ -212,8 +213,20 @@ class Guards:
     known = self._host.get(id(value))
     if known is None or known.is_gone:
       self.is_empty = False
-      self._count += 1
-      self._host[id(value)] = _HostValue(value, self._count, self.name)
+      self.count += 1
+      self._host[id(value)] = _HostValue(value, self.count, self.name)
+
+  def forget_temporaries(self, known: int) -> None:
+    """Drop the guards on CPU values that lived only during a trace; call it at the end.
+
+    They are constants of the program, like the numbers that Python computes.
+
+    Args:
+      known: `count` before the trace.
+    """
+    for key, value in list(self._host.items()):
+      if value.number > known and value.is_gone:
+        del self._host[key]
 
   def guard_on_function(self, inner: "Guards") -> None:
     """Guard on the guards of a compiled function that was called in the trace."""

@@ -281,6 +281,7 @@ class Traced:
     tensors = [] if key is None else key.tensors[: len(captured)]
     boundary = self._new_boundary(numbers)
     boundary.stand_in = stand_in
+    known = self.guards.count
     boundary.gradients = {
       id(t): LeafGradient(t, gradient_of(t)) for t in tensors if is_trained(t)
     }
@@ -307,6 +308,8 @@ class Traced:
         outputs += [value for _, value in assigned]
         effects.tape = self._tape(effects, outputs, inner, specialization, boundary)
       self._require_outside_graph(boundary)
+    boundary.made.clear()
+    self.guards.forget_temporaries(known)
     if self.options.lifts:
       needs += self._needs(boundary, tensors, missing)
       written = [shadow.storage for shadow in boundary.changed_shadows()]
