@@ -102,6 +102,10 @@ class DonationError(Documented, RuntimeError):
   """A compiled function received the memory of a tensor that is still in use."""
 
 
+class BucketError(Documented, NotImplementedError):
+  """An operation cannot run at the padded size of a bucket."""
+
+
 class RngError(Documented, RuntimeError):
   """A draw would differ from an eager run; base class of the errors of draws."""
 

@@ -137,7 +137,7 @@ def is_top_level() -> bool:
 # () -> a tuple that changes with what traces depend on: precision, default device, x64.
 trace_context = private.find(
   "jax._src.config.trace_context",
-  "the fused mode of eager operations",
+  "the fused mode of eager operations, and buckets",
 )
 
 
@@ -213,6 +213,14 @@ def constants_of_scan(params: dict) -> int:
     return params["num_consts"]
   constants, _, _ = params["ft_in"].unpack()  # since JAX 0.12
   return len(constants)
+
+
+def carry_of_scan(params: dict) -> int:
+  """Return the number of operands of a scan that are its carry."""
+  if "num_carry" in params:
+    return params["num_carry"]
+  _, carry, _ = params["ft_in"].unpack()  # since JAX 0.12
+  return len(carry)
 
 
 def without_constants(closed: core.ClosedJaxpr) -> core.Jaxpr:

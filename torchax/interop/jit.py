@@ -34,8 +34,10 @@ from torchax.tracing import (
   static_arguments,
 )
 from torchax.tracing.autograd_bridge import RecordedCall, bases_of
+from torchax.tracing.buckets import Buckets, PaddedSizes
 from torchax.tracing.conversions import array_of, arrays_of, tensors_of
 from torchax.tracing.effects import Effects
+from torchax.tracing.padded.bucketed import Bucketed
 from torchax.tracing.specialization import ORDINARY, with_environments
 from torchax.tracing.trace import Options, Traced
 from torchax.types import P, R
@@ -101,11 +103,18 @@ class Jitted(Generic[P, R]):
     captured=(),
     jit: Callable = jax.jit,
   ):
+    jit_kwargs = dict(jit_kwargs)
+    buckets = jit_kwargs.pop("buckets", None)
     if jit is jax.jit:
       jit_kwargs = with_names("jax_jit", function, jit_kwargs, ("static", "donate"))
     options = Options(lifts=True, records=True, assigns=True, lifts_numbers=True)
     self.traced = Traced(function, options, captured)
     self._compile = jit
+    self._sizes: PaddedSizes | None = None
+    if isinstance(buckets, PaddedSizes):
+      self._sizes = buckets
+    elif buckets is not None:
+      self._sizes = Buckets(function, buckets, jit_kwargs, LEADING)
     self._keyed = self.traced.keyed
     self._env = default_env()
     kwargs = shift_jit_kwargs(jit_kwargs)
@@ -123,10 +132,23 @@ class Jitted(Generic[P, R]):
       self.traced.record_trace(operands, args, kwargs)
       return result
 
+    if self._sizes is not None:
+      return counted.of(self._bucketed(self._sizes, counted, kwargs))
+
     # Copy the name only: `__wrapped__` would lead JAX to the user's signature, which
     # lacks the leading operands.
     program.__name__ = self.traced.__name__
     return counted.of(self._compile(program, **kwargs))
+
+  def _bucketed(self, sizes: PaddedSizes, counted, kwargs) -> Bucketed:
+    def function(rng, operands, *args, **kwargs):
+      return self.traced(rng, operands, *args, **kwargs)
+
+    def record(rng, operands, *args, **kwargs):
+      self.traced.record_trace(operands, args, kwargs)
+
+    function.__name__ = self.traced.__name__
+    return Bucketed(function, record, sizes, counted, kwargs)
 
   def _jit_for(self, n_args: int) -> Any:
     if self._jitted is not None:
@@ -431,6 +453,9 @@ def jax_jit(
       always be donated.
     **options: keyword arguments of `jax.jit`. `static_argnums`, `static_argnames`,
       `donate_argnums`, `in_shardings`, … refer to the arguments of `torch_function`.
+      One more, `buckets`, has sizes that share a program, by argument name and
+      dimension: "pow2", a list of padded sizes, or a function that returns the padded
+      size of a size.
 
   Returns:
     A function of tensors with the signature of `torch_function`, with `.lower` and
@@ -439,6 +464,7 @@ def jax_jit(
   Raises:
     TypeError: `jax.jit` has no such option, or `torch_function` is not callable.
     ValueError: the function has no argument of a given number or name.
+    BucketError: in a call, an operation cannot run at a padded size.
 
   >>> import torch, torchax
   >>> drop = jax_jit(lambda x: torch.nn.functional.dropout(x, 0.5))
@@ -448,8 +474,11 @@ def jax_jit(
   >>> power = jax_jit(lambda x, n: x**n, static_argnums=1)
   >>> power(x + 1, 3)
   tensor([8., 8., 8., 8.], device='jax:0')
+  >>> mean = jax_jit(lambda x: x.mean(), buckets={"x": {0: "pow2"}})
+  >>> mean(x)
+  tensor(1., device='jax:0')
   """
-  kwargs = merge("jax_jit", jax.jit, kwargs_for_jax_jit, options)
+  kwargs = merge("jax_jit", jax.jit, kwargs_for_jax_jit, options, ("buckets",))
   if torch_function is None:
     return functools.partial(jax_jit, kwargs_for_jax_jit=kwargs)
   if not callable(torch_function):

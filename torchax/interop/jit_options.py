@@ -13,13 +13,14 @@ from typing import Any, TypedDict
 
 from torchax.compat import user_code
 from torchax.compat.user_code import signature_of
+from torchax.tracing.buckets import Sizes
 
 ArgNums = int | Sequence[int] | None
 ArgNames = str | Iterable[str] | None
 
 
 class JitOptions(TypedDict, total=False):
-  """Keyword arguments of `jax.jit`."""
+  """Keyword arguments of `jax.jit`, and `buckets` (`tracing/buckets.py`)."""
 
   in_shardings: Any
   out_shardings: Any
@@ -32,6 +33,7 @@ class JitOptions(TypedDict, total=False):
   backend: str | None
   inline: bool
   compiler_options: dict[str, Any] | None
+  buckets: Mapping[str, Mapping[int, Sizes]]
 
 
 class GradOptions(TypedDict, total=False):
@@ -96,7 +98,7 @@ def merge(
   jax_names = _keywords_of(transform)
   for key in options if jax_names else ():
     if key not in jax_names and key not in own:
-      close = difflib.get_close_matches(str(key), jax_names, 1)
+      close = difflib.get_close_matches(str(key), (*jax_names, *own), 1)
       hint = f"Did you mean {close[0]!r}? " if close else ""
       raise TypeError(
         f"{name} got an unexpected keyword {key!r}. {hint}It takes those of "
@@ -186,6 +188,9 @@ def for_method(
     if names is not None:
       names = (names,) if isinstance(names, str) else tuple(names)
       options[key] = tuple(name for name in names if name not in foreign)
+  if isinstance(options.get("buckets"), Mapping):
+    known = {k: v for k, v in options["buckets"].items() if k not in foreign}
+    options["buckets"] = known or None
   return options
 
 

@@ -141,6 +141,25 @@ def words_at(key_data, indices) -> tuple[jax.Array, jax.Array]:
   return left ^ right, right
 
 
+def bits_at(key: jax.Array, indices, bit_width: int) -> jax.Array | None:
+  """Return the `jax.random.bits` at flat `indices` of a draw; None if unsupported.
+
+  Args:
+    key: scalar typed key.
+    indices: indices into the flattened draw, uint32.
+    bit_width: 8, 16, 32 or 64.
+  """
+  impl = str(jax.random.key_impl(key))
+  if (
+    key.ndim or impl not in (NAME, _IMPL_TAG) or not _config.jax_threefry_partitionable
+  ):
+    return None
+  bits, right = words_at(jax.random.key_data(key), indices)
+  if bit_width == 64:
+    return ((bits ^ right).astype(jnp.uint64) << 32) | right.astype(jnp.uint64)
+  return bits.astype(f"uint{bit_width}")
+
+
 def is_addressable(key: jax.Array, shape: tuple[int, ...]) -> bool:
   """Return True if each element of a draw can be computed from its index.
 

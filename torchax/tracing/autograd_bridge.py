@@ -68,7 +68,20 @@ class BackwardProgram:
     self.differentiable: ProgramCache = ProgramCache(MOST_DIFFERENTIABLE)
     self._jaxpr = None
     self._constants: list = []
-    self._compiled = program_limit.jit(self._run, is_of_user=True)
+    self._compiled: Callable = program_limit.jit(self._run, is_of_user=True)
+
+  def run_by(self, compiled: Callable) -> None:
+    """Run the backward pass by `compiled(residuals, cotangents)`."""
+    self._compiled = compiled
+
+  def jaxpr(self, residuals: Sequence) -> core.ClosedJaxpr:
+    """Return the backward pass as a jaxpr of residuals and cotangents."""
+    count = len(residuals)
+
+    def run(*args):
+      return self._run(args[:count], args[count:])
+
+    return jax.make_jaxpr(run)(*residuals, *self.avals)
 
   def trace(self, backward: Callable) -> list:
     """Trace `backward(*cotangents)` and return its residuals.

@@ -75,7 +75,7 @@ def arguments(
   function: Callable, args: tuple, kwargs: dict[str, Any]
 ) -> Iterator[tuple[str, Any]]:
   """Yield the leaves of the arguments, static ones and arrays, with their names."""
-  parameters = _parameters(function)
+  parameters = parameter_names(function)
   found, _ = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=_is_static)
   for (which, first, *path), leaf in found:
     if which.idx == 1:
@@ -107,7 +107,7 @@ def captured_names(traced) -> list[str]:
   ]
 
 
-def _parameters(function: Callable) -> list[str]:
+def parameter_names(function: Callable) -> list[str]:
   """Return the names of the positional parameters, up to `*args`."""
   owner = getattr(function, "__self__", function)
   if isinstance(owner, torch.nn.Module) and name_of(owner) == name_of(function):

@@ -1,0 +1,17 @@
+"""Arguments of all sizes of one bucket, and comparison of results."""
+
+import torch
+
+SIZES = (5, 8, 7, 6)
+C = 4
+
+
+def x_of(n):
+  generator = torch.Generator().manual_seed(n)
+  return torch.randn(3, n, C, generator=generator)
+
+
+def close(ours, theirs):
+  for one, other in zip(ours, theirs, strict=True):
+    assert one.shape == other.shape
+    torch.testing.assert_close(one.cpu(), other.cpu(), rtol=2e-5, atol=2e-5)

@@ -1,0 +1,460 @@
+"""Graphs: jaxprs whose numbers can be compared, one by one, with another trace's.
+
+Traces of one function at two sizes have the same operations. Their numbers differ:
+lengths of axes, parameters such as the start of a slice, literals, constants. `align`
+walks both traces together and returns the numbers of the first in the order of the
+second, the template.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from torchax.compat import jax_compat, user_code
+from torchax.errors import BucketError
+
+# Parameters of the operations that call other jaxprs, with these jaxprs.
+PARTS: dict[str, tuple[str, ...]] = {
+  "jit": ("jaxpr",),
+  "pjit": ("jaxpr",),
+  "closed_call": ("call_jaxpr",),
+  "core_call": ("call_jaxpr",),
+  "checkpoint": ("jaxpr",),
+  "remat": ("jaxpr",),
+  "remat2": ("jaxpr",),
+  "custom_jvp_call": ("call_jaxpr",),
+  "custom_vjp_call": ("call_jaxpr", "fun_jaxpr"),
+  "custom_vjp_call_jaxpr": ("fun_jaxpr",),
+  "scan": ("jaxpr",),
+  "while": ("cond_jaxpr", "body_jaxpr"),
+  "cond": ("branches",),
+}
+# Parameters that matter for these; all for the other operations.
+_KEPT = {
+  "scan": ("length", "reverse", "num_consts", "num_carry", "unroll"),
+  "while": ("cond_nconsts", "body_nconsts"),
+  "checkpoint": ("prevent_cse", "differentiated"),
+  "remat2": ("prevent_cse", "differentiated"),
+}
+# Operations that JAX leaves out where they change nothing, as `x[:n]` of n rows.
+_MAY_BE_LEFT_OUT = ("slice", "pad")
+
+
+class Literal(NamedTuple):
+  """Number in the code of a trace, as an operand of an operation."""
+
+  value: Any
+  dtype: np.dtype
+
+
+@dataclasses.dataclass(slots=True)
+class Equation:
+  """Operation of a graph.
+
+  Attributes:
+    primitive: JAX's primitive.
+    inputs: indices of values in the graph, and literals.
+    outputs: indices of the results.
+    params: JAX's parameters.
+    shapes: shapes of the results.
+    parts: graphs that it calls.
+    source: JAX's record of its source.
+    leaves: parameters without the parts, as a flat list.
+    form: everything except for the numbers; equal for traces that differ in sizes.
+  """
+
+  primitive: Any
+  inputs: list
+  outputs: list[int]
+  params: dict[str, Any]
+  shapes: list[tuple]
+  parts: "list[Graph]"
+  source: Any
+  leaves: list
+  treedef: Any
+  form: tuple
+
+  @property
+  def name(self) -> str:
+    return self.primitive.name
+
+  def numbers(self) -> Iterator:
+    """Yield the numbers: parameters, literals, then shapes of results."""
+    yield from map(_plain, filter(is_number, self.leaves))
+    for value in self.inputs:
+      if isinstance(value, Literal):
+        yield _plain(value.value)
+    for shape in self.shapes:
+      yield from shape
+
+  def describe(self, around: "Sequence[Equation]" = ()) -> str:
+    """Return the operation's name, with the user's line if JAX knows it.
+
+    Args:
+      around: operations that call this one, from the outermost to the innermost.
+    """
+    for equation in (self, *reversed(around)):
+      line = jax_compat.line_of(equation.source, user_code.LIBRARIES)
+      if line is not None:
+        return f"`{self.name}` ({line[0]}:{line[1]})"
+    return f"`{self.name}`"
+
+
+@dataclasses.dataclass(slots=True)
+class Graph:
+  """Operations in their order, of a trace or of a function that it calls.
+
+  Values are numbered: inputs, constants, then results of operations.
+
+  Attributes:
+    shapes: shapes of the inputs.
+    constants: arrays that the trace closes over.
+    equations: the operations.
+    results: indices of the results, and literals.
+    size: number of values.
+  """
+
+  shapes: list[tuple]
+  constants: list
+  equations: list[Equation]
+  results: list
+  size: int
+
+  @classmethod
+  def of(cls, jaxpr: core.ClosedJaxpr | core.Jaxpr) -> "Graph":
+    """Read a jaxpr."""
+    constants = list(jaxpr.consts) if isinstance(jaxpr, core.ClosedJaxpr) else []
+    inner = jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
+    indices: dict = {}
+    numbers = itertools.count()
+
+    def define(variables) -> list[int]:
+      found = list(itertools.islice(numbers, len(variables)))
+      indices.update(zip(variables, found))
+      return found
+
+    def use(atom):
+      if isinstance(atom, core.Literal):
+        return Literal(atom.val, atom.aval.dtype)
+      return indices[atom]
+
+    define(inner.invars)
+    define(inner.constvars)
+    equations = [_equation(eqn, use, define) for eqn in inner.eqns]
+    shapes = [_shape(variable) for variable in inner.invars]
+    results = [use(atom) for atom in inner.outvars]
+    return cls(shapes, constants, equations, results, next(numbers))
+
+  def copy(self) -> "Graph":
+    """Return a copy that may get more operations."""
+    equations = [
+      dataclasses.replace(each, parts=[part.copy() for part in each.parts])
+      for each in self.equations
+    ]
+    return dataclasses.replace(self, equations=equations)
+
+  def numbers(self) -> Iterator:
+    """Yield all numbers, in the order of `align`."""
+    for shape in self.shapes:
+      yield from shape
+    for equation in self.equations:
+      yield from equation.numbers()
+      for part in equation.parts:
+        yield from part.numbers()
+    yield from _literals(self.results)
+
+  def arrays(self) -> Iterator:
+    """Yield all constants, in the order of `align`."""
+    yield from self.constants
+    for equation in self.equations:
+      for part in equation.parts:
+        yield from part.arrays()
+
+
+def _shape(atom) -> tuple:
+  return tuple(getattr(atom.aval, "shape", ()))
+
+
+def _plain(value):
+  """Return a Python number; NaN, which differs from itself, as text."""
+  if isinstance(value, np.ndarray | np.generic | jax.Array):
+    value = np.asarray(value).item()
+  return "nan" if value != value else value
+
+
+def is_number(leaf) -> bool:
+  """Return True for a number of a parameter, which may depend on sizes."""
+  is_bool = isinstance(leaf, bool)
+  return isinstance(leaf, int | float | np.integer | np.floating) and not is_bool
+
+
+def _literals(values: list) -> list:
+  return [_plain(value.value) for value in values if isinstance(value, Literal)]
+
+
+def _equation(eqn, use, define) -> Equation:
+  name = eqn.primitive.name
+  inputs = [use(atom) for atom in eqn.invars]
+  parts = [
+    Graph.of(part)
+    for key in PARTS.get(name, ())
+    if key in eqn.params
+    for part in _listed(eqn.params[key])
+  ]
+  kept = _KEPT.get(name, () if name in PARTS else tuple(eqn.params))
+  params = {key: eqn.params[key] for key in kept if key in eqn.params}
+  leaves, treedef = jax.tree.flatten(params)
+  shapes = [_shape(variable) for variable in eqn.outvars]
+  form = (
+    name,
+    treedef,
+    tuple([_Form(leaf) for leaf in leaves if not is_number(leaf)]),
+    tuple([v.dtype if isinstance(v, Literal) else None for v in inputs]),
+    tuple([_type(v) for v in eqn.outvars]),
+    len(parts),
+  )
+  outputs = define(eqn.outvars)
+  return Equation(
+    eqn.primitive,
+    inputs,
+    outputs,
+    eqn.params,
+    shapes,
+    parts,
+    eqn.source_info,
+    leaves,
+    treedef,
+    form,
+  )
+
+
+def _listed(value) -> tuple:
+  return tuple(value) if isinstance(value, tuple | list) else (value,)
+
+
+def _type(variable) -> tuple:
+  return getattr(variable.aval, "dtype", None), len(_shape(variable))
+
+
+class _Form:
+  """Parameter that is no number. Functions are equal: their results are compared."""
+
+  __slots__ = ("value",)
+
+  def __init__(self, value):
+    self.value = value
+
+  def __eq__(self, other):
+    if callable(self.value) and not isinstance(self.value, type | np.dtype):
+      return type(self.value) is type(other.value)
+    return bool(self.value == other.value)
+
+  __hash__ = None  # type: ignore[assignment]
+
+
+class Values(NamedTuple):
+  """Numbers and constants of a trace, in the order of the template."""
+
+  numbers: list
+  arrays: list
+
+  @classmethod
+  def of(cls, template: Graph) -> "Values":
+    return cls(list(template.numbers()), list(template.arrays()))
+
+
+def align(graph: Graph, template: Graph) -> tuple[Values, bool]:
+  """Return the values of a graph in the order of a template.
+
+  Operations that the template lacks because they change nothing at its sizes are added
+  to it; then the second result is True.
+
+  Raises:
+    BucketError: the operations differ.
+  """
+  walk = _Alignment()
+  walk.graphs(graph, template)
+  return Values(walk.numbers, walk.arrays), walk.has_added
+
+
+class _Alignment:
+  """Walk of two graphs."""
+
+  def __init__(self):
+    self.numbers: list = []
+    self.arrays: list = []
+    self.has_added = False
+    # Calling operations of the pair of graphs that is walked.
+    self.around: list[Equation] = []
+
+  def graphs(self, graph: Graph, template: Graph) -> None:
+    _Pair(self, graph, template).walk()
+
+
+class _Pair:
+  """Walk of one pair of graphs.
+
+  Attributes:
+    known: index of a value in the template, by its index in the graph.
+    same: index of the value whose elements an added operation returns, by its own.
+  """
+
+  def __init__(self, alignment: _Alignment, graph: Graph, template: Graph):
+    self.alignment, self.graph, self.template = alignment, graph, template
+    given = len(graph.shapes) + len(graph.constants)
+    self.known: dict[int | None, int] = {index: index for index in range(given)}
+    self.same: dict[int | None, int] = {}
+
+  def walk(self) -> None:
+    graph, template, alignment = self.graph, self.template, self.alignment
+    if [*map(len, graph.shapes)] != [*map(len, template.shapes)]:
+      raise BucketError(_OTHER.format("takes other operands"))
+    for shape in graph.shapes:
+      alignment.numbers += shape
+    alignment.arrays += graph.constants
+    position = 0
+    while position < max(len(template.equations), len(graph.equations)):
+      ours = _at(graph.equations, position)
+      other = _at(template.equations, position)
+      if ours is None or other is None or not self._is_same(ours, other):
+        self._add_identity(ours, other, position)
+        continue
+      other.inputs = [
+        value if isinstance(value, Literal) else self.known[index]
+        for value, index in zip(other.inputs, ours.inputs)
+      ]
+      _require_shorter(ours, other, alignment.around)
+      alignment.numbers += ours.numbers()
+      alignment.around.append(ours)
+      for part, of_template in zip(ours.parts, other.parts):
+        alignment.graphs(part, of_template)
+      alignment.around.pop()
+      self.known.update(zip(ours.outputs, other.outputs))
+      position += 1
+    ours_out = [*map(self._kind_of_ours, graph.results)]
+    if ours_out != [*map(self._kind, template.results)]:
+      raise BucketError(_OTHER.format("returns other results"))
+    template.results = [
+      value if isinstance(value, Literal) else self.known[index]
+      for value, index in zip(template.results, graph.results)
+    ]
+    alignment.numbers += _literals(graph.results)
+
+  def _is_same(self, ours: Equation, other: Equation) -> bool:
+    inputs = [*map(self._kind_of_ours, ours.inputs)]
+    return ours.form == other.form and inputs == [*map(self._kind, other.inputs)]
+
+  def _kind_of_ours(self, value):
+    is_literal = isinstance(value, Literal)
+    return str(value.dtype) if is_literal else self._kind(self.known.get(value))
+
+  def _kind(self, value):
+    is_literal = isinstance(value, Literal)
+    return str(value.dtype) if is_literal else self.same.get(value, value)
+
+  def _add_identity(self, ours, other, position: int) -> None:
+    """Add an operation that changes nothing to the trace without it, or raise."""
+    if ours is not None and _may_be_left_out(ours):
+      index = self.known.get(ours.inputs[0])
+      shape = _shape_in(self.template, index)
+      if shape is not None:
+        new = _insert(self.template, position, ours, index, shape)
+        self.same[new] = self._kind(index)
+        self.alignment.has_added = True
+        return
+    if other is not None and _may_be_left_out(other):
+      target = self._kind(other.inputs[0])
+      index = next((i for i, t in self.known.items() if self._kind(t) == target), None)
+      shape = _shape_in(self.graph, index)
+      if shape is not None:
+        _insert(self.graph, position, other, index, shape)
+        self.same[other.outputs[0]] = target
+        return
+    raise BucketError(_message(ours, other, self.alignment.around))
+
+
+_OTHER = (
+  "The function {} at this size than at the padded one. Programs of a bucket run the "
+  "same operations for all its sizes."
+)
+
+
+def _message(
+  ours: Equation | None, other: Equation | None, around: Sequence[Equation]
+) -> str:
+  names = [each.describe(around) if each else "nothing" for each in (ours, other)]
+  return (
+    f"The function runs {names[0]} at this size, but {names[1]} at the padded one. "
+    "Programs of a bucket run the same operations for all its sizes. Take the choice "
+    "out of the function, or give the size a bucket of its own."
+  )
+
+
+def _require_shorter(
+  ours: Equation, other: Equation, around: Sequence[Equation]
+) -> None:
+  """Refuse a result that would not fit into the padded one."""
+  for shape, padded in zip(ours.shapes, other.shapes):
+    if any(size > most for size, most in zip(shape, padded)):
+      raise BucketError(
+        f"The result of {ours.describe(around)} has the shape {list(shape)} at this "
+        f"size, but {list(padded)} at the padded one, which is smaller. Sizes that "
+        "shrink while an argument grows cannot be padded."
+      )
+
+
+def _at(equations: list, position: int) -> Equation | None:
+  return equations[position] if position < len(equations) else None
+
+
+def _may_be_left_out(equation: Equation) -> bool:
+  is_alone = all(isinstance(value, Literal) for value in equation.inputs[1:])
+  return equation.name in _MAY_BE_LEFT_OUT and is_alone
+
+
+def _shape_in(graph: Graph, index) -> tuple | None:
+  """Return the shape of a value of a graph; None if it is unknown."""
+  if index is None or isinstance(index, Literal):
+    return None
+  constant = index - len(graph.shapes)
+  if constant < 0:
+    return graph.shapes[index]
+  if constant < len(graph.constants):
+    return tuple(np.shape(graph.constants[constant]))
+  for equation in graph.equations:
+    if index in equation.outputs:
+      return equation.shapes[equation.outputs.index(index)]
+  return None
+
+
+def _insert(graph: Graph, position: int, pattern: Equation, index, shape) -> int:
+  """Insert an operation like `pattern` that returns a value; return its index there."""
+  leaves, treedef = jax.tree.flatten(_identity(pattern, shape))
+  new, graph.size = graph.size, graph.size + 1
+  equation = dataclasses.replace(
+    pattern,
+    inputs=[index, *pattern.inputs[1:]],
+    outputs=[new],
+    params=jax.tree.unflatten(treedef, leaves),
+    shapes=[shape],
+    leaves=leaves,
+    treedef=treedef,
+  )
+  graph.equations.insert(position, equation)
+  return new
+
+
+def _identity(pattern: Equation, shape: tuple) -> dict[str, Any]:
+  """Return the parameters with which an operation changes nothing."""
+  if pattern.name == "pad":
+    return {"padding_config": ((0, 0, 0),) * len(shape)}
+  return {
+    "limit_indices": shape,
+    "start_indices": (0,) * len(shape),
+    "strides": None if pattern.params["strides"] is None else (1,) * len(shape),
+  }

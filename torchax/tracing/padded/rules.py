@@ -1,0 +1,194 @@
+"""Rules for operations on values: elementwise ones, reductions, products, sorting.
+
+They fill padding with a value that does not change the result: zero in a sum, the
+smallest number in a maximum.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from torchax.rng import threefry
+from torchax.tracing.padded.program import (
+  Dims,
+  Operation,
+  Size,
+  fill,
+  is_sized,
+  is_true,
+  rule,
+  true,
+)
+
+_ELEMENTWISE = """
+abs acos acosh add add_any and approx_tan asin asinh atan atan2 atanh bessel_i0e
+bitcast_convert_type
+bessel_i1e cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos cosh
+digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a
+igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min
+mul ne neg nextafter not or polygamma population_count pow pvary random_gamma_grad real
+reduce_precision regularized_incomplete_beta rem round rsqrt select_and select_n
+shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
+stop_gradient sub tan tanh xor zeta optimization_barrier name
+"""
+
+
+@rule(*_ELEMENTWISE.split())
+def _elementwise(operation: Operation, *operands) -> list:
+  return operation.bind(*operands)
+
+
+@rule("with_derivative")
+def _with_derivative(operation: Operation, *operands) -> list:
+  return list(operands[: operation.equation.params["counts"][0]])
+
+
+@rule("with_derivative_of")
+def _with_derivative_of(operation: Operation, old, new) -> list:
+  return [new]
+
+
+def least(dtype) -> np.ndarray:
+  """Return the smallest number of a dtype."""
+  if dtype == np.bool_:
+    return np.zeros((), bool)
+  is_float = jnp.issubdtype(dtype, np.floating)
+  return np.asarray(-np.inf if is_float else jnp.iinfo(dtype).min, dtype)
+
+
+def largest(dtype) -> np.ndarray:
+  """Return the largest number of a dtype."""
+  if dtype == np.bool_:
+    return np.ones((), bool)
+  is_float = jnp.issubdtype(dtype, np.floating)
+  return np.asarray(np.inf if is_float else jnp.iinfo(dtype).max, dtype)
+
+
+def _zero(dtype):
+  return np.zeros((), dtype)
+
+
+def _one(dtype):
+  return np.ones((), dtype)
+
+
+def _all_ones(dtype):
+  return np.ones((), bool) if dtype == np.bool_ else ~np.zeros((), dtype)
+
+
+# Value for the padding of an operand, by the operation.
+NEUTRAL = {
+  "reduce_sum": _zero,
+  "reduce_prod": _one,
+  "reduce_max": least,
+  "reduce_min": largest,
+  "reduce_and": _all_ones,
+  "reduce_or": _zero,
+  "reduce_xor": _zero,
+  "argmax": least,
+  "argmin": largest,
+  "cumsum": _zero,
+  "cumprod": _one,
+  "cummax": least,
+  "cummin": largest,
+  "cumlogsumexp": least,
+}
+
+
+@rule(*[name for name in NEUTRAL if not name.startswith("cum")])
+def _reduce(operation: Operation, operand) -> list:
+  value = NEUTRAL[operation.name](operand.dtype)
+  axes = operation.params["axes"]
+  return operation.bind(fill(operand, operation.inputs[0], axes, value))
+
+
+@rule(*[name for name in NEUTRAL if name.startswith("cum")])
+def _cumulate(operation: Operation, operand) -> list:
+  if operation.params["reverse"]:
+    value = NEUTRAL[operation.name](operand.dtype)
+    operand = fill(operand, operation.inputs[0], (operation.params["axis"],), value)
+  return operation.bind(operand)
+
+
+@rule("reduce")
+def _reduce_by_function(operation: Operation, *operands) -> list:
+  count = len(operands) // 2
+  arrays, initial = operands[:count], operands[count:]
+  axes = operation.params["dimensions"]
+  filled = [
+    fill(array, shape, axes, value)
+    for array, shape, value in zip(arrays, operation.inputs, initial)
+  ]
+  return operation.bind(*filled, *initial)
+
+
+@rule("dot_general")
+def _dot_general(operation: Operation, left, right) -> list:
+  contracted, _ = operation.params["dimension_numbers"]
+  shapes = operation.inputs
+  # Both operands: zero times an infinite padding is NaN.
+  left = fill(left, shapes[0], contracted[0], 0)
+  right = fill(right, shapes[1], contracted[1], 0)
+  return operation.bind(left, right)
+
+
+@rule("sort")
+def _sort(operation: Operation, *operands) -> list:
+  params, shape = operation.params, operation.inputs[0]
+  axis = params["dimension"]
+  if not isinstance(shape[axis], Size):
+    return operation.bind(*operands)
+  is_padding = ~is_true(shape, axis, operands[0].shape)
+  _, *results = lax.sort(
+    (is_padding.astype(np.int32), *operands),
+    dimension=axis,
+    is_stable=params["is_stable"],
+    num_keys=params["num_keys"] + 1,
+  )
+  return results
+
+
+@rule("top_k", sized=("k",))
+def _top_k(operation: Operation, operand) -> list:
+  axis = operation.params.get("axis", operand.ndim - 1)
+  operand = fill(operand, operation.inputs[0], (axis,), least(operand.dtype))
+  return operation.bind(operand)
+
+
+# Operations on whole matrices, which may be padded along their batch axes.
+@rule(
+  "cholesky",
+  "eigh",
+  "householder_product",
+  "lu",
+  "lu_pivots_to_permutation",
+  "qr",
+  "svd",
+  "triangular_solve",
+  "geqrf",
+)
+def _matrices(operation: Operation, *operands) -> list:
+  if any(is_sized(shape[-2:]) for shape in operation.inputs):
+    raise operation.refuse("the matrices themselves are padded")
+  return operation.bind(*operands)
+
+
+@rule("random_bits", sized=("shape",))
+def _random_bits(operation: Operation, key) -> list:
+  """Compute the bits of each element from its index at the true size."""
+  index = true_index(operation.outputs[0])
+  bits = threefry.bits_at(key, index, operation.params["bit_width"])
+  if bits is None:
+    raise operation.refuse("only draws of threefry2x32 can be computed by index")
+  return [bits]
+
+
+def true_index(shape: Dims) -> jax.Array:
+  """Return the index of each element in the flattened array of true size; uint32."""
+  padded = tuple(map(int, shape))
+  index = jnp.zeros(padded, np.uint32)
+  for axis, size in enumerate(shape):
+    along = lax.broadcasted_iota(np.uint32, padded, axis)
+    index = index * jnp.asarray(true(size), np.uint32) + along
+  return index
