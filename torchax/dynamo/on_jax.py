@@ -6,6 +6,7 @@ Results that Dynamo wraps in `scalar_tensor` leave the trace as numbers too.
 
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -15,6 +16,7 @@ from torchax.core.static_values import StaticValue
 from torchax.core.storage import active
 from torchax.dynamo import numbers, shared_results
 from torchax.dynamo.options import Options
+from torchax.dynamo.sizes import ArgumentSizes, GraphSizes
 from torchax.environment import env_on
 from torchax.graphs import higher_order
 from torchax.graphs.fx import (
@@ -29,7 +31,7 @@ from torchax.graphs.fx import (
   operation_name,
   where,
 )
-from torchax.interop import jax_jit
+from torchax.interop.jit import LEADING, Jitted
 from torchax.tensor import Tensor
 
 NAME = "a function compiled with torch.compile"
@@ -103,7 +105,7 @@ def _jit(
   results: "_Results",
   options: Options,
 ) -> Callable:
-  kwargs = {}
+  kwargs: dict[str, Any] = {}
   if options.compiler_options:
     kwargs["compiler_options"] = options.compiler_options
   if options.donate:
@@ -114,7 +116,11 @@ def _jit(
     return results.box(args, forward(*args))
 
   compiled_graph.__name__ = function_name(graph) or NAME
-  return jax_jit(compiled_graph, kwargs)
+  if options.buckets is not None:
+    examples = [example(node) for node in inputs(graph)]
+    sizes = GraphSizes(examples, options.buckets)
+    kwargs["buckets"] = ArgumentSizes(sizes, LEADING)
+  return Jitted(compiled_graph, kwargs)
 
 
 def _lift_tensors_on_host(module: fx.GraphModule) -> list[torch.Tensor]:

@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 
+from torchax.tracing.buckets import EXPECTED, Sizes, are_sizes
+
 _MODES = (None, "default")
 _PRECISIONS = (None, "default", "high", "highest")
 
@@ -24,6 +26,9 @@ class Options:
       such as an optimizer's parameters. torch owns the memory of plain tensors, which
       is never donated.
     compiler_options: XLA's flags for these graphs, as in `jax.jit`.
+    buckets: sizes that share a program, for graphs on jax whose sizes are dynamic:
+      "pow2", a list of padded sizes, or a function that returns the padded size of a
+      size.
 
   >>> double = torch.compile(lambda x: 2 * x, backend="jax", options={"x64": True})
   >>> double(torch.ones(2, dtype=torch.float64))
@@ -35,6 +40,7 @@ class Options:
   x64: bool | None = None
   donate: bool = False
   compiler_options: dict[str, Any] | None = None
+  buckets: Sizes | None = None
 
   @classmethod
   def of(cls, mode: str | None = None, options: dict | None = None) -> "Options":
@@ -74,6 +80,8 @@ class Options:
     self._require("donate", bool, "True or False")
     self._require("device", jax.Device | None, "a jax.Device or None")
     self._require("compiler_options", dict | None, "a dict of XLA's flags or None")
+    if self.buckets is not None and not are_sizes(self.buckets):
+      raise TypeError(f"The option buckets is {EXPECTED}, but got {self.buckets!r}.")
 
   def _require(self, name: str, kind, expected: str) -> None:
     value = getattr(self, name)

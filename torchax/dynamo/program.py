@@ -20,6 +20,7 @@ from torchax.compat import torch_compat
 from torchax.core import mappings, program_limit
 from torchax.dynamo import draws, numbers
 from torchax.dynamo.options import Options
+from torchax.dynamo.sizes import GraphSizes, ListedSizes
 from torchax.dynamo.torch_io import Outputs, as_numpy, is_number
 from torchax.environment import default_env
 from torchax.errors import DataDependentError, OperatorNotFound
@@ -30,6 +31,7 @@ from torchax.registry.names import aten
 from torchax.registry.names import higher_order as operators
 from torchax.rng import rng_scope
 from torchax.rng.packing import DrawPosition, Form, PackedStream
+from torchax.tracing.padded.bucketed import Bucketed
 
 
 @jax.tree_util.register_static
@@ -130,7 +132,17 @@ class Program:
     options = {}
     if self.options.compiler_options:
       options["compiler_options"] = self.options.compiler_options
-    return program_limit.jit(pure, is_of_user=True, static_argnums=(0, 1), **options)
+    if self.options.buckets is None:
+      return program_limit.jit(pure, is_of_user=True, static_argnums=(0, 1), **options)
+    graph_sizes = GraphSizes([*map(meta, self._inputs)], self.options.buckets)
+    counted = program_limit.Counted(pure.__name__, is_of_user=True)
+    options["static_argnums"] = (0, 1)
+    are_arrays = [
+      (is_used or None) if isinstance(meta(node), torch.Tensor) else False
+      for node, is_used in zip(self._inputs, self._is_used)
+    ]
+    sizes = ListedSizes(graph_sizes, are_arrays)
+    return counted.of(Bucketed(pure, _ignore, sizes, counted, options))
 
   # While tracing --------------------------------------------------------------------
 
@@ -246,6 +258,10 @@ def _copy_aliased(array: jax.Array, seen: set[int]) -> jax.Array:
     return jax.numpy.copy(array)
   seen.add(id(array))
   return array
+
+
+def _ignore(*args) -> None:
+  """Ignore the trace of a bucket."""
 
 
 # Checks before compiling --------------------------------------------------------------
