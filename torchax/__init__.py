@@ -23,6 +23,7 @@ from torchax import (
   environment,
   interop,
   rng,
+  subclasses,
   tensor,
   util,
   view,
@@ -198,12 +199,17 @@ def _compose() -> None:
   for module, names in _OF_TENSOR.items():
     for name in names:
       setattr(tensor, name, getattr(module, name))
-  tensor.connect(fake_tensors.Fake, transfer.shard_gradient_like)
+  tensor.connect(
+    fake_tensors.Fake, transfer.shard_gradient_like, subclasses.as_subclass
+  )
   torch_compat.register_backend(device_module)
   torch_compat.support_foreach(tensor.Tensor, view.View)
   torch_compat.record_in_make_fx(tensor.Tensor, view.View)
   torch_compat.watch_swaps(tensor.Tensor, storage.Rebindings.count_one)
-  torch_compat.move_parameters_in_place(tensor.Tensor, torch_files.OWN)
+  torch_compat.subclass_by(subclasses.make_subclass, tensor.Tensor)
+  torch_compat.move_parameters_in_place(
+    tensor.Tensor, torch_files.OWN, subclasses.keep_class
+  )
   torch_compat.place_new_placeholders()
   torch_compat.hold_jagged_parts(tensor.Tensor)
   torch_compat.zero_padded_positions(tensor.Tensor)

@@ -468,21 +468,21 @@ class Tensor(ArrayProtocols):
     offset: Any = self.storage_offset()
     return self._storage.root.address + offset * self.element_size()
 
-  def as_subclass(self, cls: Any) -> Any:
-    # A plain `torch.Tensor` could not hold the array.
-    return self if isinstance(self, cls) else super().as_subclass(cls)
 
-
-def connect(from_fake: Callable, shard_gradient: Callable) -> None:
+def connect(
+  from_fake: Callable, shard_gradient: Callable, as_subclass: Callable
+) -> None:
   """Set functions of `Tensor` that are defined in higher layers.
 
   Args:
     from_fake: (fake tensor, shape, strides) -> tensor that replaces a jax tensor in
       torch's tracers.
     shard_gradient: (leaf) -> None; its gradient gets the sharding of the leaf.
+    as_subclass: (tensor, cls) -> alias of the user's class.
   """
   Tensor._from_fake = staticmethod(from_fake)
   Tensor._shard_gradient = staticmethod(shard_gradient)
+  Tensor.as_subclass = as_subclass  # type: ignore[method-assign]
 
 
 def also_instances_of(cls: type, applies: Callable[[Tensor], bool]) -> None:

@@ -22,7 +22,6 @@ from torchax.errors import MixedDeviceError, MutationError
 from torchax.ops.list_checks import require_same_length
 from torchax.registry.schema import schema_of
 from torchax.tensor import Tensor
-from torchax.view import View
 
 
 class InPlacePlan:
@@ -157,12 +156,12 @@ def require_writable(target: torch.Tensor, name: str) -> None:
     MixedDeviceError: the tensor is on another device.
     RuntimeError: elements of the tensor share memory; torch's error.
   """
-  if type(target) not in (Tensor, View):
+  if not isinstance(target, Tensor):
     raise MixedDeviceError(
       f"{name} would write jax data to a tensor on {target.device}. "
       'Call `.cpu()` on the source, or move the destination with `.to("jax")`.'
     )
-  if type(target) is not View or 0 not in target.stride() or not target.numel():
+  if type(target) is Tensor or 0 not in target.stride() or not target.numel():
     return
   overlaps = any(
     stride == 0 and size > 1 for stride, size in zip(target.stride(), target.shape)

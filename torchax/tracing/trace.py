@@ -77,9 +77,7 @@ from torchax.tracing.specialization import (
   is_trained,
   memory_of,
 )
-from torchax.view import View
 
-_TENSORS = frozenset({Tensor, View})
 # Part of torch's error for an in-place change of an argument that is a leaf.
 _LEAF_ERROR = "leaf Variable that requires grad"
 
@@ -197,7 +195,7 @@ class Traced:
     if not self.options.records:
       return None
     with torch_compat.without_function_modes():
-      flags = [type(x) in _TENSORS and x.requires_grad for x in leaves]
+      flags = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
       flags += map(_requires_grad, self.captures.tensors)
       for views in self.captures.view_leaves.values():
         flags += map(_requires_grad, views)

@@ -32,7 +32,7 @@ LAYERS = {
   8: ("environment", "properties"),
   7: ("dispatch", "view"),
   6: ("ops", "device_module"),
-  5: ("tensor", "amp", "decompositions"),
+  5: ("tensor", "subclasses", "amp", "decompositions"),
   4: ("registry", "rng", "saving"),
   3: ("core", "devices"),
   2: ("compat",),

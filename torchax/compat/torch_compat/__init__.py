@@ -17,6 +17,7 @@ from torchax.compat.torch_compat.mode_state import *
 from torchax.compat.torch_compat.modules import *
 from torchax.compat.torch_compat.operators import *
 from torchax.compat.torch_compat.profiler import *
+from torchax.compat.torch_compat.subclasses import *
 from torchax.compat.torch_compat.swaps import *
 from torchax.compat.torch_compat.traced_modules import *
 from torchax.compat.torch_compat.wrappers import *

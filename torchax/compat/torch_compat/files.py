@@ -71,8 +71,13 @@ def with_state_in_files_format(rebuild: tuple, state: dict) -> tuple:
 
   `rebuild` is the result of `in_files_format`.
   """
+  return subclass_in_files_format(rebuild, torch.Tensor, state)
+
+
+def subclass_in_files_format(rebuild: tuple, cls: type, state: dict) -> tuple:
+  """Return (function, arguments) that rebuild a tensor of a subclass."""
   function, args = rebuild
-  return _rebuild_from_type_v2, (function, torch.Tensor, args, state)
+  return _rebuild_from_type_v2, (function, cls, args, state)
 
 
 def storage_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -6,7 +6,7 @@
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -109,7 +109,9 @@ class _Moves:
   are_ours = False
 
 
-def move_parameters_in_place(cls: type, own: frozenset[str]) -> None:
+def move_parameters_in_place(
+  cls: type, own: frozenset[str], keep_class: Callable
+) -> None:
   """Make `Module.to` keep the identity and attributes of parameters of a class.
 
   torch does this for moves between its own devices. Tied parameters, optimizers and
@@ -118,6 +120,7 @@ def move_parameters_in_place(cls: type, own: frozenset[str]) -> None:
   Args:
     cls: class of the parameters.
     own: attributes with the contents of a tensor of this class, which are replaced.
+    keep_class: (parameter, its class before) -> None; restores a user's class.
   """
   if _apply_to_module is None:
     return
@@ -132,11 +135,13 @@ def move_parameters_in_place(cls: type, own: frozenset[str]) -> None:
       {name: value for name, value in p.__dict__.items() if name not in own}
       for p in parameters
     ]
+    classes = list(map(type, parameters))
     is_swapped = any(isinstance(parameter, cls) for parameter in parameters)
     swapping = _swapping() if is_swapped else contextlib.nullcontext()
     with swapping, move_placeholders(self, fn):
       _apply_to_module(self, fn, recurse=False)
-    for parameter, named in zip(parameters, attributes):
+    for parameter, before, named in zip(parameters, classes, attributes):
+      keep_class(parameter, before)
       for name, value in named.items():
         parameter.__dict__.setdefault(name, value)
     return self

@@ -1,0 +1,208 @@
+"""Jax tensors of users' subclasses of `torch.Tensor` act like those on the CPU."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+import torchax
+from torchax.subclasses import class_with_array
+
+
+class Image(torch.Tensor):
+  """Subclass with the default overrides."""
+
+  def brightest(self):
+    return self.max()
+
+
+class Boxes(torch.Tensor):
+  """Subclass with metadata, whose operations return plain tensors."""
+
+  def __new__(cls, data, unit: str = "pixel"):
+    made = torch.as_tensor(data).as_subclass(cls)
+    made.unit = unit
+    return made
+
+  @classmethod
+  def __torch_function__(cls, func, types, args=(), kwargs=None):
+    with torch._C.DisableTorchFunctionSubclass():
+      return func(*args, **(kwargs or {}))
+
+
+class OnManifold(torch.nn.Parameter):
+  """Parameter with an attribute, made by torch's constructor of subclasses."""
+
+  def __new__(cls, data, requires_grad=True, curvature=1.0):
+    made = torch.Tensor._make_subclass(cls, data, requires_grad)
+    made.curvature = curvature
+    return made
+
+
+class Loaded(torch.nn.Parameter):
+  """Parameter whose constructor is torch's."""
+
+  def __new__(cls, data, **kwargs):
+    return super().__new__(cls, data, requires_grad=False)
+
+  def __init__(self, data, loader):
+    self.loader = loader
+
+
+class Layer(torch.nn.Module):
+  """Module with a parameter of a user's class."""
+
+  def __init__(self):
+    super().__init__()
+    self.weight = OnManifold(torch.ones(3), curvature=2.0)
+
+
+def _ones(cls=Image, **options):
+  return torch.ones(3, device="jax", **options).as_subclass(cls)
+
+
+@pytest.mark.parametrize(
+  "run",
+  [
+    lambda x: x + 1,
+    lambda x: x[:2],
+    lambda x: x.float().to(torch.int32),
+    lambda x: torch.stack([x, x]),
+    lambda x: x.split(2)[0],
+    lambda x: x.max(0).values,
+    lambda x: x.mul_(2),
+    lambda x: x.detach(),
+    lambda x: torch.nn.functional.dropout(x, 0.5),
+    lambda x: torch.ones(3, device=x.device) + x,
+  ],
+)
+def test_results_keep_class(run):
+  result = run(_ones())
+  assert isinstance(result, Image) and isinstance(result, torchax.tensor.Tensor)
+  assert isinstance(run(torch.ones(3).as_subclass(Image)), Image)
+
+
+def test_values_and_methods_are_those_of_both_classes():
+  image = _ones()
+  assert image.brightest().item() == 1 and image.device.type == "jax"
+  assert_close(image.cpu().as_subclass(torch.Tensor), torch.ones(3))
+  assert type(image.as_subclass(torch.Tensor)) is torchax.tensor.Tensor
+
+
+def test_alias_shares_storage_and_gradient():
+  x = torch.ones(3, device="jax", requires_grad=True)
+  image = (x * 2).as_subclass(Image)
+  image.square().sum().backward()
+  assert_close(x.grad.cpu(), torch.full((3,), 8.0))
+  base = torch.zeros(3, device="jax")
+  base.as_subclass(Image).add_(1)
+  assert base.tolist() == [1, 1, 1]
+
+
+def test_subclass_moves_to_jax_and_back():
+  image = torch.ones(3).as_subclass(Image).to("jax")
+  assert isinstance(image, Image) and image.device.type == "jax"
+  assert type(image.cpu()) is Image
+
+
+def test_subclass_with_own_override_keeps_metadata():
+  boxes = Boxes(torch.ones(3, device="jax"), unit="meter")
+  assert isinstance(boxes, Boxes) and boxes.unit == "meter"
+  assert type(boxes * 2) is torchax.tensor.Tensor
+  assert type(boxes.cpu()) is torch.Tensor
+  assert (boxes * 2).tolist() == [2, 2, 2]
+
+
+class Labelled(torch.Tensor):
+  """Subclass that copies its metadata to results, through torch's default."""
+
+  @classmethod
+  def __torch_function__(cls, func, types, args=(), kwargs=None):
+    if not all(issubclass(cls, other) for other in types):
+      return NotImplemented
+    result = super().__torch_function__(func, types, args, kwargs or {})
+    if isinstance(result, cls):
+      result.label = next(a.label for a in args if hasattr(a, "label"))
+    return result
+
+
+def test_override_that_calls_torchs_default():
+  image = _ones(Labelled)
+  image.label = "cat"
+  for result in (image + torch.ones(3, device="jax"), image.cpu(), image.to("cpu")):
+    assert isinstance(result, Labelled) and result.label == "cat"
+
+
+def test_class_of_tensor_constructs_on_any_device():
+  image = _ones()
+  assert type(type(image)(torch.ones(2))) is Image
+  assert isinstance(type(image)(image), torchax.tensor.Tensor)
+
+
+def test_alias_does_not_share_attributes():
+  first = Boxes(torch.ones(3, device="jax"), unit="meter")
+  assert Boxes(first).unit == "pixel" and first.unit == "meter"
+
+
+def test_parameter_subclass_trains():
+  weight = OnManifold(torch.ones(3, device="jax"), curvature=2.0)
+  assert isinstance(weight, OnManifold) and isinstance(weight, torch.nn.Parameter)
+  assert weight.is_leaf and weight.requires_grad and weight.curvature == 2
+  assert type(weight * 2) is torchax.tensor.Tensor
+  assert not isinstance(weight.data, torch.nn.Parameter)
+  (weight * 2).sum().backward()
+  torch.optim.SGD([weight], lr=0.5).step()
+  assert weight.tolist() == [0, 0, 0]
+
+
+def test_constructor_of_parameter_runs_init():
+  weight = Loaded(torch.ones(3, device="jax"), loader=len)
+  assert isinstance(weight, Loaded) and weight.loader is len
+  assert not weight.requires_grad
+
+
+def test_module_to_keeps_class_of_parameters():
+  layer = Layer().to("jax")
+  assert isinstance(layer.weight, OnManifold) and layer.weight.curvature == 2
+  assert layer.weight.device.type == "jax"
+  assert isinstance(layer.half().weight, OnManifold)
+  assert type(layer.cpu().weight) is OnManifold and layer.weight.curvature == 2
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_copy_keeps_class(copied):
+  image = _ones()
+  image.label = "cat"
+  made = copied(image)
+  assert isinstance(made, Image) and made.label == "cat" and made.tolist() == [1, 1, 1]
+
+
+def test_pickle_and_file_keep_class(tmp_path):
+  image = _ones()
+  image.label = "cat"
+  torch.save(image, tmp_path / "image.pt")
+  saved = torch.load(tmp_path / "image.pt", weights_only=False)
+  for made in (pickle.loads(pickle.dumps(image)), saved):
+    assert isinstance(made, Image) and made.label == "cat"
+    assert made.device.type == "jax" and made.tolist() == [1, 1, 1]
+
+
+def test_jax_jit_takes_subclass():
+  assert torchax.interop.jax_jit(lambda x: x * 2)(_ones()).tolist() == [2, 2, 2]
+
+
+def test_class_is_made_once():
+  assert class_with_array(Image) is class_with_array(type(_ones()))
+  assert type(_ones()) is class_with_array(Image)
+
+
+def test_subclass_with_own_dispatch_raises():
+  class Wrapped(torch.Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+      return func(*args, **(kwargs or {}))
+
+  with pytest.raises(TypeError, match="Wrapped, which has its own"):
+    _ones(Wrapped)

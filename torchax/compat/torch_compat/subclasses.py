@@ -1,0 +1,37 @@
+"""Users' subclasses of `torch.Tensor` for tensors of ours."""
+
+from collections.abc import Callable
+
+import torch
+
+from torchax.compat import private
+from torchax.compat.patches import patch
+
+_FEATURE = "jax tensors of users' subclasses of torch.Tensor"
+_make_subclass = private.find("torch.Tensor._make_subclass", _FEATURE)
+# (result, cls) -> the result, its tensors as instances of `cls`.
+convert = private.find("torch._tensor._convert", _FEATURE)
+
+
+def subclass_by(make: Callable, tensor_class: type) -> None:
+  """Make constructors of subclasses call `make` for tensors of a class.
+
+  Args:
+    make: (cls, tensor, requires_grad) -> alias of class `cls`, without history.
+    tensor_class: class of the tensors.
+  """
+  make_parameter = torch.nn.Parameter.__new__
+
+  def make_subclass(cls, data, requires_grad=False, **kwargs):
+    if isinstance(data, tensor_class):
+      return make(cls, data, requires_grad)
+    return _make_subclass(cls, data, requires_grad, **kwargs)
+
+  def new(cls, data=None, requires_grad=True):
+    # torch would return a tensor of the class of `data`.
+    if cls is not torch.nn.Parameter and isinstance(data, tensor_class):
+      return make(cls, data, requires_grad)
+    return make_parameter(cls, data, requires_grad)
+
+  patch(torch.Tensor, "_make_subclass", staticmethod(make_subclass), _FEATURE)
+  patch(torch.nn.Parameter, "__new__", staticmethod(new), _FEATURE)

@@ -1,0 +1,153 @@
+"""Jax tensors of users' subclasses of `torch.Tensor`.
+
+`x.as_subclass(cls)` and `torch.Tensor._make_subclass(cls, x)` give a tensor whose class
+inherits from `cls` and from `Tensor`: the methods of the one, the array of the other.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import get_default_nowrap_functions, handle_torch_function
+
+from torchax.compat import torch_compat
+from torchax.saving import torch_files
+from torchax.tensor import Tensor
+
+
+def _overridable(function: Callable) -> Callable:
+  """Return a method that calls a torch function through the user's override."""
+
+  def method(self, *args, **kwargs):
+    return handle_torch_function(function, (self,), self, *args, **kwargs)
+
+  return functools.wraps(function)(method)
+
+
+class SubclassTensor(Tensor):
+  """Base of these classes; replaces the methods of `torch.Tensor`."""
+
+  user_class: type = torch.Tensor
+
+  to = _overridable(torch.Tensor.to)
+  cpu = _overridable(torch.Tensor.cpu)
+
+  def __init__(self, *args: Any, **kwargs: Any):
+    pass  # `__new__` of the user's class takes the arguments
+
+  @classmethod
+  def __torch_function__(cls, func, types, args=(), kwargs=None):
+    """Return results of the user's class, as torch does by default."""
+    if not all(issubclass(cls, other) for other in types):
+      return NotImplemented
+    result = super().__torch_function__(func, types, args, kwargs)
+    is_kept = func in get_default_nowrap_functions()
+    return result if is_kept else torch_compat.convert(result, cls.user_class)
+
+  def __reduce_ex__(self, protocol):
+    state = {n: v for n, v in self.__dict__.items() if n not in torch_files.OWN}
+    plain = as_subclass(self.detach(), Tensor).requires_grad_(self.requires_grad)
+    rebuild = torch_files.reduce(plain)
+    return torch_compat.subclass_in_files_format(rebuild, self.user_class, state)
+
+
+def as_subclass(tensor: Tensor, cls: type) -> Tensor:
+  """Return an alias of a tensor, of class `cls`; gradients flow back through it."""
+  new_class = class_with_array(cls)
+  if new_class is Tensor and not isinstance(tensor, SubclassTensor):
+    return tensor
+  with torch_compat.without_function_overrides():
+    made: Any = torch.ops.aten.alias.default(tensor)
+  made.__class__ = new_class
+  return made
+
+
+def make_subclass(cls: type, tensor: Tensor, requires_grad: bool) -> Tensor:
+  """Return an alias without history, like `torch.Tensor._make_subclass`."""
+  with torch_compat.without_function_overrides():
+    made = as_subclass(tensor.detach(), cls)
+  return made.requires_grad_(requires_grad)
+
+
+@functools.cache  # keeps the classes alive
+def class_with_array(cls: type) -> type:
+  """Return the class of jax tensors for a subclass of `torch.Tensor`.
+
+  Raises:
+    TypeError: the class has its own `__torch_dispatch__`.
+  """
+  if issubclass(Tensor, cls):
+    return Tensor
+  if issubclass(cls, Tensor):
+    return cls
+  if _has_own_dispatch(cls):
+    raise TypeError(
+      f"A jax tensor cannot become a {cls.__name__}, which has its own "
+      "__torch_dispatch__. Let the class hold the jax tensor as an attribute."
+    )
+  attributes = {
+    "__doc__": cls.__doc__,
+    "__module__": cls.__module__,
+    "__qualname__": cls.__qualname__,
+    "__new__": _constructor(cls),
+    "user_class": cls,
+  }
+  override: Any = cls.__torch_function__
+  if override is torch_compat.disabled_torch_function:
+    attributes |= _OF_PARAMETERS
+  elif override.__func__ is not torch.Tensor.__torch_function__.__func__:
+    attributes["__torch_function__"] = _call_override(cls)
+  return type(cls)(cls.__name__, (cls, SubclassTensor), attributes)
+
+
+def _has_own_dispatch(cls: type) -> bool:
+  return cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def _constructor(user_class: Any) -> Callable:
+  """Return `__new__` of a class, which may get a tensor on any device."""
+  has_own = user_class.__new__ is not torch.Tensor.__new__
+
+  def new(cls, *args, **kwargs):
+    if has_own:
+      return user_class.__new__(user_class, *args, **kwargs)
+    return torch.as_tensor(*args, **kwargs).as_subclass(user_class)
+
+  return new
+
+
+def _call_override(user_class: Any) -> classmethod:
+  """Return a `__torch_function__` that shows the user's override the user's classes."""
+
+  def override(cls, func, types, args=(), kwargs=None):
+    shown = tuple(map(_class_of_user, types))
+    return user_class.__torch_function__(func, shown, args, kwargs or {})
+
+  return classmethod(override)
+
+
+def _class_of_user(cls: Any) -> type:
+  if issubclass(cls, SubclassTensor):
+    return cls.user_class
+  return torch.Tensor if issubclass(cls, Tensor) else cls
+
+
+def _plain_data(tensor):
+  data = Tensor.data.fget(tensor)
+  data.__class__ = Tensor
+  return data
+
+
+# Results of operations are plain tensors.
+_OF_PARAMETERS = {
+  "__torch_function__": vars(Tensor)["__torch_function__"],
+  "data": property(_plain_data, Tensor.data.fset),
+}
+
+
+def keep_class(tensor: torch.Tensor, cls: type) -> None:
+  """Give a parameter that has moved the user's class that it had before."""
+  cls = _class_of_user(cls)
+  if not (isinstance(tensor, cls) or _has_own_dispatch(cls)):
+    tensor.__class__ = class_with_array(cls) if isinstance(tensor, Tensor) else cls
