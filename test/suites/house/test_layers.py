@@ -46,6 +46,7 @@ SHELLS = {
   "ops.jlibrary": 10,
   "ops.jtorch": 9,
   "ops.jtorchvision_nms": 9,
+  "ops.jtorchvision_roi": 9,
   "ops.op_base": 9,
 }
 LAYER_OF = {
