@@ -224,6 +224,23 @@ def test_integers_beyond_32_bits_stay_exact():
   assert_same(tensor.to(torch.float32) * 2**40, torch.full((2,), 3.0) * 2**40)
 
 
+@pytest.mark.parametrize(
+  "number", [2**63 - 1, -(2**63), 2**31, -(2**31) - 1, 2**31 - 1]
+)
+@pytest.mark.parametrize("name", ["eq", "ne", "lt", "le", "gt", "ge"])
+def test_integers_beyond_32_bits_compare_exactly(name, number):
+  values = torch.tensor([0, 2**31 - 1, -(2**31)])
+  expected = getattr(values, name)(number)
+  assert_same(getattr(values.to("jax"), name)(number), expected)
+
+
+@pytest.mark.parametrize("name", ["eq", "lt"])
+def test_uint32_compares_exactly(name):
+  values = torch.tensor([0, 3 * 10**9], dtype=torch.uint32)
+  expected = getattr(values.long(), name)(3 * 10**9)
+  assert_same(getattr(values.to("jax"), name)(3 * 10**9), expected)
+
+
 def test_nan_and_infinity_pass(x):
   assert (x * math.inf).isinf().all()
   assert torch.full_like(x, math.nan).isnan().all()

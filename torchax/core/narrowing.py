@@ -7,7 +7,8 @@ integers. `mappings.py` calls this when it copies data.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -108,27 +109,37 @@ def check_integer(value: int, dtype) -> None:
       raise overflow(f"The number {value}", dtype)
 
 
-def become_floats(numbers: list[int], values) -> bool:
-  """Return True if integers too large for 32 bits can be passed as floats.
+def float_conversion(
+  numbers: list[int], values, is_comparison: bool = False
+) -> Callable[[int], float] | None:
+  """Return the conversion of integers too large for 32 bits to floats, or None.
 
   Args:
     numbers: the integers among the arguments of an operation.
     values: all its arguments. With a floating-point array or dtype among them, type
       promotion converts integers to floats in any case.
+    is_comparison: the operation compares; an integer that no element can reach is
+      then as good as infinity.
 
   Raises:
     OverflowError: all arguments are integers, and a number does not fit.
   """
   dtypes = [t for value in jax.tree.leaves(list(values)) for t in _dtypes_of(value)]
   if not dtypes or not is_on():
-    return False
+    return None
   if any(jax.numpy.issubdtype(dtype, np.inexact) for dtype in dtypes):
-    return True
+    return float
   is_unsigned = all(t == dtypes[0] and t in (UINT32.dtype, _UINT64) for t in dtypes)
+  if is_comparison and not is_unsigned:
+    return _infinity
   stored = dtypes[0] if is_unsigned else INT32.dtype
   for number in numbers:
     check_integer(number, stored)
-  return False
+  return None
+
+
+def _infinity(number: int) -> float:
+  return math.copysign(math.inf, number)
 
 
 def _dtypes_of(value) -> list:

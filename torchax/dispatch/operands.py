@@ -100,6 +100,9 @@ def number_array(number):
   return array
 
 
+_COMPARISONS = {f"aten.{n}.Scalar" for n in ("eq", "ne", "lt", "le", "gt", "ge")}
+
+
 class Flattener:
   """Conversion between torch's arguments and (operands, static key).
 
@@ -229,10 +232,14 @@ class Flattener:
     """
     args, kwargs = _rebuild(static_key, operands)
     wide = [part.value for part in static_key if _is_wide(part)]
-    if wide and narrowing.become_floats(wide, (*args, *kwargs.values())):
-      floats = [static_number(float(p.value)) if _is_wide(p) else p for p in static_key]
-      return _rebuild(floats, operands)
-    return args, kwargs
+    if not wide:
+      return args, kwargs
+    values = (*args, *kwargs.values())
+    convert = narrowing.float_conversion(wide, values, self._name in _COMPARISONS)
+    if convert is None:
+      return args, kwargs
+    floats = [static_number(convert(p.value)) if _is_wide(p) else p for p in static_key]
+    return _rebuild(floats, operands)
 
   def rebuild_on_host(self, static_key: tuple, operands) -> tuple[list, dict]:
     """Return the arguments as numpy arrays; numpy takes views without a copy."""
