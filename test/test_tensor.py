@@ -394,6 +394,12 @@ def test_data_of_a_jax_tensor_is_never_on_the_cpu(x):
   assert_same(x, DATA)
 
 
+def test_assigning_data_accepts_cpu_scalars():
+  flag = torch.tensor(False, device="jax")
+  flag.data = torch.tensor(True)
+  assert flag.item() and flag.device.type == "jax"
+
+
 def test_is_set_to_is_true_for_the_same_view(x):
   assert x.is_set_to(x.detach())
   assert x[0].is_set_to(x[0])

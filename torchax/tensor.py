@@ -349,7 +349,7 @@ class Tensor(ArrayProtocols):
     Assigning a jax tensor gives this tensor its storage, shape and dtype.
 
     Raises:
-      MixedDeviceError: the assigned tensor is not on jax.
+      MixedDeviceError: the assigned tensor is neither on jax nor 0-d.
       MutationError: in a compiled function, it differs in shape or dtype from this
         tensor, which was created outside of it.
 
@@ -363,12 +363,14 @@ class Tensor(ArrayProtocols):
     return like(self, self._storage, self._chain.append(StopGradientInfo()))
 
   @data.setter
-  def data(self, other: TorchTensor):
+  def data(self, other: Any):
     if not isinstance(other, Tensor):
-      raise MixedDeviceError(
-        f"`tensor.data = other` expects a jax tensor, but got one on {other.device}. "
-        'Call `other.to("jax")` first.'
-      )
+      if other.dim():  # operations take 0-d CPU tensors, too
+        raise MixedDeviceError(
+          f"`tensor.data = other` expects a jax tensor, but got one on {other.device}. "
+          'Call `other.to("jax")` first.'
+        )
+      other = other.to(self.device)
     boundary = _active.boundary
     if boundary is not None and self._storage.birth is not boundary:
       self._replace_outer(other)
@@ -469,20 +471,18 @@ class Tensor(ArrayProtocols):
     return self._storage.root.address + offset * self.element_size()
 
 
-def connect(
-  from_fake: Callable, shard_gradient: Callable, as_subclass: Callable
-) -> None:
+def connect(from_fake: Callable, shard_gradient: Callable, subclass: Callable) -> None:
   """Set functions of `Tensor` that are defined in higher layers.
 
   Args:
     from_fake: (fake tensor, shape, strides) -> tensor that replaces a jax tensor in
       torch's tracers.
     shard_gradient: (leaf) -> None; its gradient gets the sharding of the leaf.
-    as_subclass: (tensor, cls) -> alias of the user's class.
+    subclass: (tensor, cls) -> alias of the user's class.
   """
   Tensor._from_fake = staticmethod(from_fake)
   Tensor._shard_gradient = staticmethod(shard_gradient)
-  Tensor.as_subclass = as_subclass  # type: ignore[method-assign]
+  Tensor.as_subclass = subclass  # type: ignore[method-assign]
 
 
 def also_instances_of(cls: type, applies: Callable[[Tensor], bool]) -> None:
