@@ -193,6 +193,16 @@ def test_jax_jit_takes_subclass():
   assert torchax.interop.jax_jit(lambda x: x * 2)(_ones()).tolist() == [2, 2, 2]
 
 
+@pytest.mark.parametrize("copied", [dict, copy.copy, copy.deepcopy])
+def test_assigned_attributes_leave_the_values(copied):
+  source, target = _ones() * 2, _ones()
+  source.label = "cat"
+  target.__dict__ = copied(source.__dict__)
+  assert target.label == "cat" and target.tolist() == [1, 1, 1]
+  target.add_(1)
+  assert source.tolist() == [2, 2, 2] and target.tolist() == [2, 2, 2]
+
+
 def test_class_is_made_once():
   assert class_with_array(Image) is class_with_array(type(_ones()))
   assert type(_ones()) is class_with_array(Image)

@@ -15,6 +15,8 @@ from torchax.compat import torch_compat
 from torchax.saving import torch_files
 from torchax.tensor import Tensor
 
+_DICT: Any = vars(torch.Tensor)["__dict__"]
+
 
 def _overridable(function: Callable) -> Callable:
   """Return a method that calls a torch function through the user's override."""
@@ -32,6 +34,16 @@ class SubclassTensor(Tensor):
 
   to = _overridable(torch.Tensor.to)
   cpu = _overridable(torch.Tensor.cpu)
+
+  @property
+  def __dict__(self) -> dict:  # type: ignore[override]
+    return _DICT.__get__(self)
+
+  @__dict__.setter
+  def __dict__(self, attributes: dict):
+    # Libraries copy metadata so; the array stays.
+    own = {n: v for n, v in self.__dict__.items() if n in torch_files.OWN}
+    _DICT.__set__(self, {**attributes, **own})
 
   def __init__(self, *args: Any, **kwargs: Any):
     pass  # `__new__` of the user's class takes the arguments
