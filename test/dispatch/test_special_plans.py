@@ -19,6 +19,7 @@ ROWS = {
   "cast or move": aten._to_copy.default,
   "factory": aten.new_zeros.default,
   "positional generator": aten.poisson.default,
+  "convolution": aten.convolution.default,
   "copy of lists": aten._foreach_copy_.default,
 }
 # Operations that several rows accept, and the row that wins.

@@ -8,6 +8,7 @@ precedence over all rows.
 from collections.abc import Callable
 from typing import NamedTuple
 
+from torchax.compat import torch_compat
 from torchax.dispatch import (
   device_plans,
   generator_arguments,
@@ -38,6 +39,19 @@ def _is(overload) -> Callable[..., bool]:
   return lambda op, schema: op is overload
 
 
+def _convolution_plan(op, default, env):
+  """Return the plan of a convolution, which `torch.jit.trace` does not record."""
+  plan = default()
+
+  def run(args, kwargs):
+    if torch_compat.is_tracing_for_torchscript():
+      with torch_compat.recording_for_torchscript():
+        return aten._convolution.default(*args, False, False, True, True)
+    return plan(args, kwargs)
+
+  return run
+
+
 TABLE = (
   Special(
     "function of tensors",
@@ -61,6 +75,7 @@ TABLE = (
     generator_arguments.takes_generator,
     generator_arguments.generator_plan,
   ),
+  Special("convolution", _is(aten.convolution.default), _convolution_plan),
   Special("copy of lists", _is(aten._foreach_copy_.default), in_place.ForeachCopyPlan),
 )
 

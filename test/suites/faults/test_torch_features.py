@@ -68,6 +68,16 @@ def test_trace_of_functions_records_operations_not_numbers(is_on):
     torch.testing.assert_close(traced(points * 3), run(points * 3))
 
 
+@pytest.mark.parametrize("layer", [nn.Conv2d, nn.ConvTranspose2d])
+def test_trace_records_convolutions(layer):
+  images, model = torch.randn(1, 3, 5, 5, device="jax"), layer(3, 4, 3).to("jax")
+  traced = torch.jit.trace(model, images)
+  torch.testing.assert_close(traced(images * 2), model(images * 2))
+  traced(images).sum().backward()
+  assert model.weight.grad is not None
+  assert "aten::_convolution" in str(traced.graph)
+
+
 @each_jit
 def test_saving_torchscript_of_jax_tensors_raises(way, tmp_path):
   points, model = POINTS.to("jax"), _model().to("jax")

@@ -102,6 +102,12 @@ def _aten_convolution(
   )
 
 
+@op(aten._convolution.default)
+def _aten__convolution(*args):
+  *args, benchmark, deterministic, cudnn_enabled, allow_tf32 = args
+  return _aten_convolution(*args)
+
+
 @op(aten.convolution_backward)
 def _aten_convolution_backward(
   grad_output,
