@@ -13,7 +13,11 @@ from ecosystem.programs import load
 from source_tree import ROOT
 from torch.testing import assert_close
 
-MODULES = {"x-transformers": "x_transformers", "torch-geometric": "torch_geometric"}
+MODULES = {
+  "pyro-ppl": "pyro",
+  "torch-geometric": "torch_geometric",
+  "x-transformers": "x_transformers",
+}
 
 
 def _is_missing(library: str | None) -> bool:

@@ -1,4 +1,4 @@
-"""Reinforcement learning: REINFORCE, actor and critic, reward to go.
+"""Reinforcement learning: REINFORCE, actor and critic, reward to go, nested batches.
 
 The environment is a corridor in which steps to the right are rewarded.
 """
@@ -143,3 +143,38 @@ def reward_to_go(device):
   old = torch.distributions.Normal(torch.zeros(2, device=device), 1.0)
   kl = torch.distributions.kl_divergence(policy, old)
   return {"learns": bool(_learns(returns, 5)), "kl": bool((kl >= 0).all())}
+
+
+@program("tensordict: batches of nested tensors, modules, states", library="tensordict")
+def nested_batches(device):
+  from tensordict import TensorDict
+  from tensordict.nn import TensorDictModule, TensorDictSequential
+
+  batch = TensorDict(
+    {"state": torch.randn(4, 3), "next": {"reward": torch.arange(4.0)}}, [4]
+  ).to(device)
+  model = TensorDictSequential(
+    TensorDictModule(nn.Linear(3, 2), in_keys=["state"], out_keys=["hidden"]),
+    TensorDictModule(nn.Tanh(), in_keys=["hidden"], out_keys=["action"]),
+  ).to(device)
+  out = model(batch.clone())
+  loss = (out["action"].sum(1) * out["next", "reward"]).mean()
+  loss.backward()
+  halved = TensorDict.from_module(model).data.mul(0.5)
+  with halved.to_module(model):
+    half = model(batch.clone())["action"]
+  stacked = torch.stack([batch, batch + 1])
+  written = batch.clone()
+  written[0] = batch[3]
+  written[batch["next", "reward"] > 1] = batch[:2]
+  return {
+    "loss": loss,
+    "gradient": model[0].module.weight.grad,
+    "half": half,
+    "stacked": stacked["next", "reward"],
+    "written": written["state"],
+    "viewed": batch.view(2, 2)["state"],
+    "expanded": batch.expand(3, 4)["state"].sum(0),
+    "parts": [part["state"] for part in batch.split(2)][1],
+    "device": batch.device.type == device,
+  }

@@ -260,3 +260,46 @@ def time_sequence(device):
   with torch.no_grad():
     predicted = model(wave[:, :-1], future=3)
   return {"losses": losses, "predicted": predicted[:, -3:]}
+
+
+@program("geoopt: parameters on manifolds, Riemannian optimizers", library="geoopt")
+def manifolds(device):
+  import geoopt
+
+  class Embedding(nn.Module):
+    def __init__(self):
+      super().__init__()
+      self.ball, self.frames = geoopt.PoincareBall(), geoopt.Stiefel()
+      points = self.ball.expmap0(0.3 * torch.randn(5, 3))
+      self.points = geoopt.ManifoldParameter(points, manifold=self.ball)
+      frame = torch.linalg.qr(torch.randn(4, 3))[0]
+      self.frame = geoopt.ManifoldParameter(frame, manifold=self.frames)
+
+    def forward(self, target):
+      spread = self.ball.dist(self.points[:, None], self.points[None]).mean()
+      return (
+        self.ball.dist0(self.points).square().sum()
+        - spread
+        + ((self.frame - target).square().sum())
+      )
+
+  model, target = Embedding().to(device), torch.randn(4, 3).to(device)
+  losses = []
+  for optimizer in (
+    geoopt.optim.RiemannianAdam(model.parameters(), lr=1e-2),
+    geoopt.optim.RiemannianSGD(model.parameters(), lr=1e-2, momentum=0.9),
+  ):
+    for _ in range(3):
+      optimizer.zero_grad()
+      loss = model(target)
+      loss.backward()
+      optimizer.step()
+      losses.append(loss.item())
+  return {
+    "losses": losses,
+    "points": model.points,
+    "on the manifold": torch.allclose(
+      model.frame.T @ model.frame, torch.eye(3, device=device), atol=1e-4
+    ),
+    "class": isinstance(model.points, geoopt.ManifoldParameter),
+  }
