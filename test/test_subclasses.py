@@ -11,7 +11,11 @@ import torchax
 from torchax.subclasses import class_with_array
 
 
-class Image(torch.Tensor):
+class Named:
+  """Base without tensors, which has its own descriptor of `__dict__`."""
+
+
+class Image(Named, torch.Tensor):
   """Subclass with the default overrides."""
 
   def brightest(self):
@@ -193,11 +197,19 @@ def test_jax_jit_takes_subclass():
   assert torchax.interop.jax_jit(lambda x: x * 2)(_ones()).tolist() == [2, 2, 2]
 
 
-@pytest.mark.parametrize("copied", [dict, copy.copy, copy.deepcopy])
-def test_assigned_attributes_leave_the_values(copied):
+@pytest.mark.parametrize("copied", [dict, dict.copy, copy.copy, copy.deepcopy])
+@pytest.mark.parametrize(
+  "assign",
+  [
+    lambda tensor, attributes: setattr(tensor, "__dict__", attributes),
+    lambda tensor, attributes: tensor.__dict__.update(attributes),
+  ],
+  ids=["assigned", "updated"],
+)
+def test_copied_attributes_leave_the_values(assign, copied):
   source, target = _ones() * 2, _ones()
   source.label = "cat"
-  target.__dict__ = copied(source.__dict__)
+  assign(target, copied(source.__dict__))
   assert target.label == "cat" and target.tolist() == [1, 1, 1]
   target.add_(1)
   assert source.tolist() == [2, 2, 2] and target.tolist() == [2, 2, 2]

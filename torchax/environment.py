@@ -230,9 +230,6 @@ class Environment(Conversions, contextlib.ContextDecorator):
     finally:
       active_environments.drop(active_environments.suspended, self)
 
-  def __deepcopy__(self, memo):
-    return self  # tensors refer to it
-
   def __enter__(self) -> "Environment":
     active_environments.push(active_environments.on, self)
     self._enter_modes()

@@ -5,7 +5,7 @@ inherits from `cls` and from `Tensor`: the methods of the one, the array of the 
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
@@ -13,9 +13,37 @@ from torch.overrides import get_default_nowrap_functions, handle_torch_function
 
 from torchax.compat import torch_compat
 from torchax.saving import torch_files
+from torchax.saving.torch_files import OWN
 from torchax.tensor import Tensor
 
-_DICT: Any = vars(torch.Tensor)["__dict__"]
+
+class UserAttributes(MutableMapping, dict):
+  """Attributes of a tensor without those of its array.
+
+  Libraries copy, update and assign `tensor.__dict__` to copy metadata. Changes reach
+  the tensor; copies are plain dictionaries.
+  """
+
+  __getitem__, __iter__, __len__ = dict.__getitem__, dict.__iter__, dict.__len__
+
+  def __init__(self, attributes: dict):
+    dict.__init__(self, {n: v for n, v in attributes.items() if n not in OWN})
+    self._attributes = attributes
+
+  def __setitem__(self, name, value):
+    if name not in OWN:
+      dict.__setitem__(self, name, value)
+      self._attributes[name] = value
+
+  def __delitem__(self, name):
+    dict.__delitem__(self, name)
+    del self._attributes[name]
+
+  def copy(self) -> dict:
+    return dict(self)
+
+  def __reduce_ex__(self, protocol):
+    return dict, (dict(self),)
 
 
 def _overridable(function: Callable) -> Callable:
@@ -37,13 +65,13 @@ class SubclassTensor(Tensor):
 
   @property
   def __dict__(self) -> dict:  # type: ignore[override]
-    return _DICT.__get__(self)
+    return UserAttributes(torch_compat.attributes_of(self))
 
   @__dict__.setter
   def __dict__(self, attributes: dict):
-    # Libraries copy metadata so; the array stays.
-    own = {n: v for n, v in self.__dict__.items() if n in torch_files.OWN}
-    _DICT.__set__(self, {**attributes, **own})
+    shown = self.__dict__
+    shown.clear()
+    shown.update(attributes)
 
   def __init__(self, *args: Any, **kwargs: Any):
     pass  # `__new__` of the user's class takes the arguments
@@ -58,7 +86,7 @@ class SubclassTensor(Tensor):
     return result if is_kept else torch_compat.convert(result, cls.user_class)
 
   def __reduce_ex__(self, protocol):
-    state = {n: v for n, v in self.__dict__.items() if n not in torch_files.OWN}
+    state = self.__dict__.copy()
     plain = as_subclass(self.detach(), Tensor).requires_grad_(self.requires_grad)
     rebuild = torch_files.reduce(plain)
     return torch_compat.subclass_in_files_format(rebuild, self.user_class, state)
@@ -99,6 +127,8 @@ def class_with_array(cls: type) -> type:
       "__torch_dispatch__. Let the class hold the jax tensor as an attribute."
     )
   attributes = {
+    # Bases of the user's class may have a descriptor of theirs.
+    "__dict__": vars(SubclassTensor)["__dict__"],
     "__doc__": cls.__doc__,
     "__module__": cls.__module__,
     "__qualname__": cls.__qualname__,

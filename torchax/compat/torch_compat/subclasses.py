@@ -12,6 +12,12 @@ _make_subclass = private.find("torch.Tensor._make_subclass", _FEATURE)
 # (result, cls) -> the result, its tensors as instances of `cls`.
 convert = private.find("torch._tensor._convert", _FEATURE)
 
+_attributes = vars(torch.Tensor)["__dict__"]
+# (tensor) -> its `__dict__`, whatever a subclass shows.
+attributes_of = _attributes.__get__
+# (tensor, attributes) -> None
+set_attributes = _attributes.__set__
+
 
 def subclass_by(make: Callable, tensor_class: type) -> None:
   """Make constructors of subclasses call `make` for tensors of a class.

@@ -13,6 +13,7 @@ import torch
 from torchax.compat import private
 from torchax.compat.patches import patch
 from torchax.compat.torch_compat.modules import move_placeholders
+from torchax.compat.torch_compat.subclasses import attributes_of, set_attributes
 
 # (t1, t2): exchange two tensors without other references.
 swap_tensors = _swap_tensors = torch.utils.swap_tensors
@@ -62,6 +63,8 @@ def watch_swaps(cls: type, notice) -> None:
       or any(map(_is_in_graph, (t1, t2)))
       # torch's own swap would exchange the classes that tensors report.
       or any(tensor.__class__ is not type(tensor) for tensor in (t1, t2))
+      # It would exchange only the attributes that a user's class shows.
+      or any(hasattr(tensor, "user_class") for tensor in (t1, t2))
     ):
       _swap_referenced(t1, t2)
     else:
@@ -91,7 +94,9 @@ def _swap_referenced(t1, t2) -> None:
       accumulate = torch.autograd.graph.get_gradient_edge(tensor).node
       accumulate.register_prehook(_refuse_swapped)
   t1.__class__, t2.__class__ = type(t2), type(t1)
-  t1.__dict__, t2.__dict__ = t2.__dict__, t1.__dict__
+  first, second = attributes_of(t1), attributes_of(t2)
+  set_attributes(t1, second)
+  set_attributes(t2, first)
   swap_held_tensors(t1, t2)
 
 

@@ -75,6 +75,6 @@ def private_training(device):
   return {
     **{f"gradient of {name}": value for name, value in samples.items()},
     **{f"new {name}": value for name, value in weights.items()},
-    "budget": engine.get_epsilon(1e-5) > 0,
+    "budget": bool(engine.get_epsilon(1e-5) > 0),
     "finite": all(bool(p.isfinite().all()) for p in net.parameters()),
   }

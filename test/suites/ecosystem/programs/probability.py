@@ -9,14 +9,13 @@ def _moons(device):
   return torch.stack([angle.cos(), angle.sin() - 0.3], dim=1).to(device)
 
 
-@program("zuko: spline, autoregressive and coupling flows", library="zuko")
+@program("zuko: spline and coupling flows, samples", library="zuko")
 def normalizing_flows(device):
   import zuko
 
   x, values = _moons(device), {}
   flows = {
     "spline": zuko.flows.NSF(2, context=1, transforms=2, hidden_features=(8,)),
-    "autoregressive": zuko.flows.MAF(2, context=1, hidden_features=(8,)),
     "coupling": zuko.flows.NICE(2, context=1, transforms=2, hidden_features=(8,)),
   }
   context = torch.linspace(-1, 1, len(x))[:, None].to(device)
