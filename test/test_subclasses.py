@@ -95,6 +95,12 @@ def test_values_and_methods_are_those_of_both_classes():
   assert type(image.as_subclass(torch.Tensor)) is torchax.tensor.Tensor
 
 
+def test_as_subclass_as_a_function_of_torch():
+  x = torch.ones(3, device="jax")[:2]
+  assert torch.Tensor.as_subclass(x, Image).tolist() == [1, 1]
+  assert type(torch.Tensor.as_subclass(torch.ones(3), Image)) is Image
+
+
 def test_alias_shares_storage_and_gradient():
   x = torch.ones(3, device="jax", requires_grad=True)
   image = (x * 2).as_subclass(Image)

@@ -26,7 +26,13 @@ def subclass_by(make: Callable, tensor_class: type) -> None:
     make: (cls, tensor, requires_grad) -> alias of class `cls`, without history.
     tensor_class: class of the tensors.
   """
-  make_parameter = torch.nn.Parameter.__new__
+  make_parameter, alias = torch.nn.Parameter.__new__, torch.Tensor.as_subclass
+
+  def as_subclass(self, cls):
+    # `torch.Tensor.as_subclass(x, cls)`; a method of ours would not be found.
+    if isinstance(self, tensor_class):
+      return self.as_subclass(cls)
+    return alias(self, cls)
 
   def make_subclass(cls, data, requires_grad=False, **kwargs):
     if isinstance(data, tensor_class):
@@ -39,5 +45,6 @@ def subclass_by(make: Callable, tensor_class: type) -> None:
       return make(cls, data, requires_grad)
     return make_parameter(cls, data, requires_grad)
 
+  patch(torch.Tensor, "as_subclass", as_subclass, _FEATURE)
   patch(torch.Tensor, "_make_subclass", staticmethod(make_subclass), _FEATURE)
   patch(torch.nn.Parameter, "__new__", staticmethod(new), _FEATURE)
