@@ -22,7 +22,8 @@
 #   make soak    runs programs for an hour and looks whether the process grows
 #   make test-statistics  runs the statistical ones with ten times the seeds
 #   make lint    checks style, format, types and language;  make format  fixes format
-#   make bench   measures beside plain JAX and writes output/benchmarks.json
+#   make bench   measures beside plain JAX, writes output/benchmarks.json and the table
+#                of docs/performance.md
 #   make bench-accelerator  measures on the device that JAX finds, as a table
 #   make test-accelerator   runs the tests of operations and programs there
 #   make docs    builds the site into site/
@@ -176,6 +177,7 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.run $(ARGS)
+	$(if $(ARGS),,$(BIN)/python -m tools.benchmark_table output/benchmarks.json docs/performance.md)
 
 bench-accelerator: $(STAMP)
 	$(BIN)/python -m benchmarks.accelerator $(ARGS)

@@ -112,8 +112,8 @@ def _memory() -> list[Row]:
       call()
     grown = _peak_mib(call)
   size = PARAMETERS * 4 / 2**20
-  name = f"memory of a call beside {size:.0f} MiB of parameters (MiB)"
-  return [Row(name, "parameters", max(grown, 0.01), size, 0.1)]
+  name = f"memory of a `torch.compile` call, {size:.0f} MiB of parameters"
+  return [Row(name, "parameters", max(grown, 0.01), size, 0.1, unit="MiB")]
 
 
 def rows() -> list[Row]:

@@ -79,16 +79,19 @@ def main(_) -> None:
   """Entry point of `absl.app.run`."""
   torchax.enable_globally()
   print(f"{'case':<52} {'ours, us':>12} {'base, us':>12} {'base':<10}  ratio    goal")
-  rows: list[Row] = []
+  rows: list[tuple[str, Row]] = []
   for name in _ONLY.value or _GROUPS:
     for row in _GROUPS[name].rows():
       print(_line(row), flush=True)
-      rows.append(row)
-  missed = [row.name for row in rows if not row.reached]
+      rows.append((name, row))
+  missed = [row.name for _, row in rows if not row.reached]
   print(f"{len(rows) - len(missed)} of {len(rows)} goals reached")
   path = pathlib.Path(_OUT.value)
   path.parent.mkdir(parents=True, exist_ok=True)
-  records = [{**dataclasses.asdict(row), "ratio": row.ratio} for row in rows]
+  records = [
+    {"group": group, **dataclasses.asdict(row), "ratio": row.ratio}
+    for group, row in rows
+  ]
   report = {"environment": _environment(), "rows": records}
   path.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
   print(f"written to {path}")

@@ -62,7 +62,7 @@ def _rows_of(layout: str) -> list[Row]:
     float(sum(processes.bytes_by_kind(found).values())) for found in (ours, theirs)
   ]
   return [
-    Row(f"bytes, not us: {name}", "plain JAX", *moved, goal=1.001, note=text),
+    Row(f"sent: {name}", "plain JAX", *moved, 1.001, text, unit="bytes"),
     # No goal: devices wait for one another here; `train_step` has one for the step.
     compare(
       f"step, {name}",
@@ -94,7 +94,7 @@ def _rows_of_fixed_order(chunks: int) -> list[Row]:
   ]
   sent = [float(sum(processes.bytes_by_kind(found).values())) for found in collectives]
   return [
-    Row(f"bytes, not us: {name}", "one sum of all devices", *sent, goal=None),
+    Row(f"sent: {name}", "one sum of all devices", *sent, None, unit="bytes"),
     compare(
       f"step, {name}",
       lambda: in_order(weights, tokens)[0],

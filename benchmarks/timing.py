@@ -22,9 +22,10 @@ class Row:
   Attributes:
     name: name of the measured program.
     baseline: name of the program that it is compared with.
-    ours_us, baseline_us: medians, microseconds a call.
+    ours_us, baseline_us: medians, microseconds a call, or values in `unit`.
     goal: largest ratio that is good enough; None if there is no goal.
     note: remark for the reader.
+    unit: unit of the two values.
   """
 
   name: str
@@ -33,6 +34,7 @@ class Row:
   baseline_us: float
   goal: float | None
   note: str = ""
+  unit: str = "µs"
 
   @property
   def ratio(self) -> float:
