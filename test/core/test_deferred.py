@@ -438,7 +438,7 @@ def test_an_operation_that_fails_loses_only_its_segment(monkeypatch):
     y = x.exp() + 1
     with monkeypatch.context() as patch:
       patch.setattr(recorder._Segment, "run", _fail)
-      with pytest.raises(ZeroDivisionError):
+      with pytest.raises(RuntimeError, match="no program"):
         y.tanh()  # the sequence has changed
     assert (x.exp() + 2).isfinite().all()
     with pytest.raises(RuntimeError, match="has no values, because an operation"):
@@ -446,7 +446,7 @@ def test_an_operation_that_fails_loses_only_its_segment(monkeypatch):
 
 
 def _fail(*inputs):
-  raise ZeroDivisionError("no program")
+  raise RuntimeError("no program")
 
 
 def _interrupt(*args, **kwargs):

@@ -39,7 +39,6 @@ TOO_LARGE = {
   "div": lambda: ints(1) / LARGE,
   "remainder": lambda: ints(5) % LARGE,
   "and": lambda: ints(1) & 0xFFFFFFFF,
-  "lt": lambda: ints(1) < LARGE,
   "clamp": lambda: ints(1).clamp(max=LARGE),
   "where": lambda: torch.where(ints(1) > 0, ints(1), LARGE),
   "alpha": lambda: torch.add(ints(1), ints(1), alpha=LARGE),
@@ -65,6 +64,9 @@ def test_an_integer_that_needs_64_bits_is_never_cut(call):
 
 
 FITTING = {
+  "less than": lambda d: torch.tensor([1, -1]).to(d) < LARGE,
+  "at least": lambda d: torch.tensor([1, -1]).to(d) >= -LARGE,
+  "equal": lambda d: torch.tensor([1, -1]).to(d) == LARGE,
   "bounds": lambda d: torch.tensor([1, -1]).to(d) * (2**31 - 1) - 1,
   "beside floats": lambda d: torch.ones(2).to(d) * LARGE,
   "in place beside floats": lambda d: torch.ones(2).to(d).add_(LARGE),

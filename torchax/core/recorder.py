@@ -39,6 +39,9 @@ _SHORTEST = 16
 # program that never repeats is not slowed down; first for twice as many.
 _PATIENCE, _LONGEST_PAUSE = 2048, 65536
 
+# Errors of tracing, compiling and running a program.
+_FAILURES = (RuntimeError, TypeError, ValueError, LookupError)
+
 _ArrayImpl = jax_compat.ArrayImpl
 _NUMBERS = frozenset({int, float, bool, complex})
 PLAIN = frozenset({_ArrayImpl, *_NUMBERS})
@@ -432,7 +435,7 @@ class Recorder:
     if is_frequent and not segment.has_run:
       try:
         count = self._run_compiled()
-      except Exception as error:
+      except _FAILURES as error:
         _logger.warning(
           "%d operations run one by one, because their program fails: %s",
           *(len(path), error),
