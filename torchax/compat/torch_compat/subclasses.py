@@ -8,7 +8,7 @@ from torchax.compat import private
 from torchax.compat.patches import patch
 
 _FEATURE = "jax tensors of users' subclasses of torch.Tensor"
-_make_subclass = private.find("torch.Tensor._make_subclass", _FEATURE)
+_make_subclass = private.find("torch.Tensor._make_subclass", _FEATURE, instead=None)
 # (result, cls) -> the result, its tensors as instances of `cls`.
 convert = private.find("torch._tensor._convert", _FEATURE)
 
@@ -46,5 +46,6 @@ def subclass_by(make: Callable, tensor_class: type) -> None:
     return make_parameter(cls, data, requires_grad)
 
   patch(torch.Tensor, "as_subclass", as_subclass, _FEATURE)
-  patch(torch.Tensor, "_make_subclass", staticmethod(make_subclass), _FEATURE)
+  if _make_subclass is not None:
+    patch(torch.Tensor, "_make_subclass", staticmethod(make_subclass), _FEATURE)
   patch(torch.nn.Parameter, "__new__", staticmethod(new), _FEATURE)
