@@ -69,9 +69,9 @@ class SubclassTensor(Tensor):
 
   @__dict__.setter
   def __dict__(self, attributes: dict):
-    shown = self.__dict__
-    shown.clear()
-    shown.update(attributes)
+    current = self.__dict__
+    current.clear()
+    current.update(attributes)
 
   def __init__(self, *args: Any, **kwargs: Any):
     pass  # `__new__` of the user's class takes the arguments
@@ -160,11 +160,11 @@ def _constructor(user_class: Any) -> Callable:
 
 
 def _call_override(user_class: Any) -> classmethod:
-  """Return a `__torch_function__` that shows the user's override the user's classes."""
+  """Return a `__torch_function__` that passes the user's classes to the override."""
 
   def override(cls, func, types, args=(), kwargs=None):
-    shown = tuple(map(_class_of_user, types))
-    return user_class.__torch_function__(func, shown, args, kwargs or {})
+    classes = tuple(map(_class_of_user, types))
+    return user_class.__torch_function__(func, classes, args, kwargs or {})
 
   return classmethod(override)
 

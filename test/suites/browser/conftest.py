@@ -2,6 +2,7 @@
 
 import functools
 import http.server
+import importlib
 import importlib.util
 import os
 import shutil
@@ -34,7 +35,7 @@ def browser():
   for name, is_found in found.items():
     if not is_found:
       pytest.exit(NEEDS[name], returncode=1)
-  playwright = pytest.importorskip("playwright.sync_api").sync_playwright
+  playwright = importlib.import_module("playwright.sync_api").sync_playwright
   with playwright() as started:
     flags = ["--no-sandbox"]  # our own pages; root, as in a container, has no sandbox
     yield started.chromium.launch(executable_path=program, args=flags)

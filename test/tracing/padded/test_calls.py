@@ -74,7 +74,7 @@ CALLS = {
     interop.gradient_checkpoint(loss)
   )(x)[1],
   "vmap": lambda x: interop.jax_vmap(lambda row: row.softmax(0).sum(0))(x),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -120,7 +120,7 @@ DIFFERENTIABLE = {
   "unfold": lambda x: x.unfold(1, 2, 1),
   "chunk": lambda x: x.chunk(2, -1)[1],
   "cdist": lambda x: torch.cdist(x, x[:, :2]),
-}  # fmt: skip
+}
 
 
 # Lengths that are equal at the first size and differ at a later one.
@@ -176,7 +176,7 @@ OTHERS = {
   "solve of batches": lambda x: torch.linalg.cholesky(
     x[..., None] * x[..., None, :] + 2 * torch.eye(C, device=x.device)
   ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -206,7 +206,7 @@ DRAWS = {
     x[:, :, 0].exp(), 2, replacement=True
   ),
   "two draws": lambda x: torch.rand_like(x) + F.dropout(x.exp(), 0.1),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", DRAWS)
