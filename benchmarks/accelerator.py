@@ -10,7 +10,7 @@ import json
 import pathlib
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,14 @@ import torchax
 from benchmarks import compiled, eager, lengths, programs, train_step
 from benchmarks.tables import table
 from benchmarks.timing import Row, compare, measure
+from torchax.interop import jax_jit
 
 _OUT = flags.DEFINE_string("out", "output/accelerator.md", "Path of the table.")
 _ONLY = flags.DEFINE_list("only", None, "Groups to run; all of `_groups` if not given.")
+
+
+# Program -> form ("eager", "Inductor", …) -> microseconds.
+Times = dict[str, dict[str, float]]
 
 
 def _is_accelerator() -> bool:
@@ -33,21 +38,23 @@ def _is_accelerator() -> bool:
 # torch on CUDA ------------------------------------------------------------------------
 
 
-def _cuda_times() -> dict[str, dict[str, float]]:
+def _cuda_times(beginning: str) -> Times:
   """Return the times of `programs.py` on CUDA; nothing if torch has no CUDA."""
   if not torch.cuda.is_available():
     return {}
-  command = [sys.executable, "-m", "benchmarks.programs"]
+  command = [sys.executable, "-m", "benchmarks.programs", beginning]
   output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
   return json.loads(output.splitlines()[-1])
 
 
-def _program_rows(times: dict[str, dict[str, float]]) -> list[Row]:
+def _program_rows(times: Times) -> list[Row]:
   """Measure `programs.py` eagerly on jax, beside CUDA or a program that adds 1."""
   array = jnp.ones(1 << 26 if _is_accelerator() else 1 << 18)
   write = jax.jit(lambda array: array + 1)
   rows = []
   for name, make in programs.programs(_is_accelerator()).items():
+    if name.startswith("train step"):
+      continue  # see _training_rows
     function = make("jax")
     ours = measure(function)
     of_cuda = times.get(name, {})
@@ -69,17 +76,37 @@ def _model_size():
   return programs.LARGE if _is_accelerator() else train_step.SMALL
 
 
-def _training_rows(times: dict[str, dict[str, float]]) -> list[Row]:
-  """Measure a compiled step of a model that fills the device."""
+def _in_mode(mode: str, step: Callable) -> Callable:
+  """Return a call of the step in an eager mode."""
+
+  def call():
+    with torchax.eager_mode(mode):
+      return step()
+
+  return call
+
+
+def _functional_row() -> Row:
+  """Measure a compiled functional step of a model that fills the device."""
   size = _model_size()
   ours, plain = train_step.steps(size)
-  name = f"train step, width {size.width}"
-  rows = [compare(name, lambda: ours()[0], lambda: plain()[0], 1.0)]
-  of_cuda = times.get(name, {})
-  mine = rows[0].ours_us
-  return rows + [
-    Row(name, f"torch {word}", mine, of_cuda[word], None) for word in of_cuda
-  ]
+  name = f"functional train step, width {size.width}"
+  return compare(name, lambda: ours()[0], lambda: plain()[0], 1.0)
+
+
+def _training_rows(times: Times) -> Iterator[Row]:
+  """Measure steps as people write them, compiled and eager, beside those of CUDA."""
+  for size in programs.training_sizes(_is_accelerator()):
+    name = f"train step, width {size.width}"
+    forms = {
+      "jax_jit": jax_jit(programs.training_step(size, "jax")),
+      "fused": _in_mode("fused", programs.training_step(size, "jax")),
+      "eager": programs.training_step(size, "jax"),
+    }
+    for form, step in forms.items():
+      took = measure(step)
+      for word, theirs in (times.get(name) or {"(no CUDA)": took}).items():
+        yield Row(f"{name}, {form}", f"torch {word}", took, theirs, None)
 
 
 # Attention ----------------------------------------------------------------------------
@@ -150,12 +177,15 @@ def _form_rows() -> list[Row]:
 # The table ----------------------------------------------------------------------------
 
 
-def _groups(times: dict[str, dict[str, float]]) -> dict[str, Callable[[], list[Row]]]:
+def _groups(
+  times: Times,
+) -> dict[str, Callable[[], Iterable[Row]]]:
   """Return the function that measures each group of rows, beside times on CUDA."""
   return {
     "eager": eager.rows,
     "programs": lambda: _program_rows(times),
-    "train_step": lambda: [*train_step.rows(), *_training_rows(times)],
+    "training": lambda: _training_rows(times),
+    "train_step": lambda: [*train_step.rows(), _functional_row()],
     "attention": lambda: [*_attention_rows(), *_form_rows()],
     "compiled": compiled.rows,
     "lengths": lengths.rows,
@@ -165,17 +195,21 @@ def _groups(times: dict[str, dict[str, float]]) -> dict[str, Callable[[], list[R
 
 def main(_) -> None:
   """Entry point of `absl.app.run`."""
-  groups = _groups(_cuda_times())  # before JAX takes the device's memory
+  times: Times = {}
+  groups = _groups(times)
   only = _ONLY.value or list(groups)
   if unknown := sorted(set(only) - set(groups)):
     raise app.UsageError(f"expects groups of {list(groups)}, but got {unknown}")
+  # Before JAX takes the device's memory.
+  times |= _cuda_times("" if "programs" in only else "train step")
   torchax.enable_globally()
   path = pathlib.Path(_OUT.value)
   path.parent.mkdir(parents=True, exist_ok=True)
   rows: list[Row] = []
   for group in only:
-    rows += groups[group]()
-    path.write_text(table(rows))  # an interrupted run leaves the rows measured so far
+    for row in groups[group]():
+      rows.append(row)
+      path.write_text(table(rows))  # an interrupted run leaves the rows measured so far
   print(path.read_text())
 
 

@@ -1,15 +1,17 @@
 """Programs of torch that are measured on jax and, in a process of their own, on CUDA.
 
-usage: python -m benchmarks.programs
+usage: python -m benchmarks.programs ["train step"]
 
-Prints the times on CUDA as JSON: program -> {"eager": µs, "inductor": µs}. torchax is
-not imported here, since torch runs no backward pass on CUDA beside the device of
-another backend (https://github.com/pytorch/pytorch/issues/161129).
+Measures the programs whose names begin with the given words. Prints the times on CUDA
+as JSON: program -> {"eager": µs}, for training steps with the times of a CUDA graph and
+of Inductor. torchax is not imported here, since torch runs no backward pass on CUDA
+beside the device of another backend (https://github.com/pytorch/pytorch/issues/161129).
 """
 
 import functools
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 
@@ -79,6 +81,11 @@ def attention_shape(is_large: bool) -> tuple[int, ...]:
   return (8, 16, 2048, 64) if is_large else (1, 4, 128, 32)
 
 
+def training_sizes(is_large: bool) -> tuple[Size, ...]:
+  """Return the sizes of the models that are trained."""
+  return (Size(), Size(width=512), LARGE) if is_large else (Size(),)
+
+
 def programs(is_large: bool = True) -> dict[str, Callable]:
   """Return name -> (device -> function without arguments)."""
   count = 1 << (26 if is_large else 18)
@@ -99,9 +106,10 @@ def programs(is_large: bool = True) -> dict[str, Callable]:
       made[f"{name}, dropout {dropout}"] = functools.partial(
         attention, shape=shape, dtype=dtype, backward=backward, dropout=dropout
       )
-  size = LARGE if is_large else Size()
-  made[f"train step, width {size.width}"] = functools.partial(training_step, size)
-  return made
+  return made | {
+    f"train step, width {size.width}": functools.partial(training_step, size)
+    for size in training_sizes(is_large)
+  }
 
 
 def _time(function: Callable) -> float:
@@ -119,15 +127,33 @@ def _time(function: Callable) -> float:
   return statistics.median(times)
 
 
-def main() -> None:
-  """Measure all programs on CUDA, and the training step with Inductor."""
+def _graphed(function: Callable) -> Callable:
+  """Return a call that replays the function's kernels as a CUDA graph."""
+  stream = torch.cuda.Stream()  # a capture needs warm-up calls on a stream of their own
+  stream.wait_stream(torch.cuda.current_stream())
+  with torch.cuda.stream(stream):
+    for _ in range(3):
+      function()
+  torch.cuda.current_stream().wait_stream(stream)
+  graph = torch.cuda.CUDAGraph()
+  with torch.cuda.graph(graph):
+    function()
+  return graph.replay
+
+
+def main(beginning: str = "") -> None:
+  """Measure programs on CUDA, and training steps in torch's other forms too."""
   times = {}
   for name, make in programs().items():
+    if not name.startswith(beginning):
+      continue
     times[name] = {"eager": _time(make("cuda"))}
     if name.startswith("train step"):
-      times[name]["inductor"] = _time(torch.compile(make("cuda")))
+      times[name]["CUDA graph"] = _time(_graphed(make("cuda")))
+      torch.compiler.reset()
+      times[name]["Inductor"] = _time(torch.compile(make("cuda")))
   print(json.dumps(times))
 
 
 if __name__ == "__main__":
-  main()
+  main(*sys.argv[1:])
