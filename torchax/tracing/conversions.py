@@ -112,6 +112,19 @@ def is_adopted(value) -> bool:
   return type(value) in _adopted
 
 
+@functools.lru_cache(maxsize=1024)
+def is_plain(structure: jax.tree_util.PyTreeDef) -> bool:
+  """Return True if a tree has no boxes and no containers of adopted classes.
+
+  Its leaves can then be converted one by one, without a look at inner nodes.
+  """
+  node = structure.node_data()
+  if node is None:
+    return True
+  is_replaced = node[0] in (Container, StaticValue) or node[0] in _adopted
+  return not is_replaced and all(map(is_plain, structure.children()))
+
+
 def _flatten(node: torch_pytree.NodeDef, value) -> tuple[list, _Context]:
   children, context = node.flatten_fn(value)
   return children, _Context(context)
@@ -122,6 +135,9 @@ def tensors_of(tree) -> Any:
 
   Typed keys and other leaves are unchanged.
   """
+  leaves, structure = jax.tree.flatten(tree)
+  if is_plain(structure):  # ten times as fast for many leaves
+    return structure.unflatten(map(_tensor_of, leaves))
   return jax.tree.map(_tensor_of, tree, is_leaf=lambda v: isinstance(v, _LEAVES))
 
 

@@ -15,7 +15,8 @@ import torch
 from torchax.compat import jax_compat
 from torchax.core.partitions import is_tensor
 from torchax.core.static_values import CONSTANTS, StaticValue
-from torchax.tracing.conversions import Container, box_container, is_adopted
+from torchax.tensor import Tensor
+from torchax.tracing.conversions import Container, box_container, is_adopted, is_plain
 
 
 @jax.tree_util.register_static
@@ -39,6 +40,7 @@ class BoxedGenerator:
 
 _CONSTANTS = frozenset({bool, str, torch.dtype, torch.device})
 _CONSTANT_RESULTS = CONSTANTS - {bool, int, float, complex}
+_UNBOXED = frozenset({Tensor, jax_compat.ArrayImpl, np.ndarray, int, float, complex})
 _KNOWN_RESULTS = (torch.Tensor, jax.Array, np.ndarray, np.generic)
 
 
@@ -49,6 +51,9 @@ def box(tree, constants: frozenset[type] = frozenset()) -> Any:
     tree: a pytree of JAX.
     constants: classes of leaves that are boxed by value.
   """
+  leaves, structure = jax.tree.flatten(tree)
+  if _UNBOXED.issuperset(map(type, leaves)) and is_plain(structure):
+    return tree
 
   def box_leaf(leaf):
     if is_tensor(leaf):
