@@ -252,7 +252,7 @@ def _left(x: float, y: float, text: str) -> str:
 def gpu() -> str:
   """Draw the table of docs/performance.md, with the device, versions and date there."""
   page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-  section = page.partition("\n## On a GPU\n")[2]
+  section = page.partition("\n## On a GPU\n")[2].partition("\n###")[0]
   (where,) = re.findall(r"(?s)Measured on (.+?\d{4}-\d\d-\d\d)\.", section)
   (table,) = re.findall(r"(?m)(?:^\|.*\n)+", section)
   head, _, *rows = (
