@@ -145,6 +145,17 @@ def j2t_dtype(dtype: Any) -> torch.dtype:
     ) from None
 
 
+def limits(dtype) -> list[np.ndarray]:
+  """Return the least and the largest number of a JAX dtype; infinities for floats."""
+  if dtype == jnp.bool_:
+    numbers: tuple = False, True
+  elif jnp.issubdtype(dtype, jnp.floating):
+    numbers = -np.inf, np.inf
+  else:
+    numbers = jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
+  return [np.asarray(number, dtype) for number in numbers]
+
+
 def check_bytes(source: torch.dtype, dtype: torch.dtype) -> None:
   """Raise UnsupportedDtypeError if `view(dtype)` needs bytes that 32 bits lack."""
   if source is not dtype and _WIDE & {source, dtype} and narrowing.is_on():

@@ -4,13 +4,15 @@ Each row runs at all sizes of one bucket with one program. The padding of the ar
 is NaN, or an integer out of range, so padding that reaches a result shows.
 """
 
+import jax
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from tracing.padded.sizes import SIZES, C, close, x_of
 
 from torchax.errors import BucketError
-from torchax.interop import jax_jit
+from torchax.interop import jax_jit, torch_view
 
 
 def with_gradient(function):
@@ -138,7 +140,13 @@ def test_padded_result_and_gradient_equal_unpadded(name):
     close(result, plain(x))
 
 
+def constant(length):
+  """Return an array that no operation of the trace has made."""
+  return torch_view(jax.device_put(np.arange(float(length), dtype=np.float32)))
+
+
 OTHERS = {
+  "constant of another length": lambda x: x * constant(2 * x.shape[1] + 1)[3],
   "argmax": lambda x: x.argmax(1),
   "argmin": lambda x: x.argmin(1),
   "argsort": lambda x: x.argsort(1),
@@ -232,6 +240,10 @@ REFUSED = {
     "'feature_group_count' depends on the size",
   ),
   "shrinking size": (lambda x: x[:, : 9 - x.shape[1]].exp(), "shrink"),
+  "shrinking constant": (
+    lambda x: x * constant(9 - x.shape[1])[0],
+    "A constant has the shape .*shrink",
+  ),
   "integers below a power of two": (
     lambda x: torch.randint(x.shape[1], (4,), device=x.device),
     "`random_unwrap` .* at this size, but `random_bits`",

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import torch
 
 from torchax.core import out_of_range
+from torchax.core.mappings import limits
 from torchax.ops.builtin import op
 from torchax.ops.casting import require_fit
 from torchax.ops.jaten import _on_host
@@ -244,12 +245,8 @@ def _identity(reduce, dtype):
     return 0
   if reduce == "prod":
     return 1
-  if jnp.issubdtype(dtype, jnp.floating):
-    return -jnp.inf if reduce == "amax" else jnp.inf
-  if dtype == jnp.bool_:
-    return reduce == "amin"
-  limits = jnp.iinfo(dtype)
-  return limits.min if reduce == "amax" else limits.max
+  least, largest = limits(dtype)
+  return least if reduce == "amax" else largest
 
 
 def _reduce_into(reduce, include_self, array, indices, values):

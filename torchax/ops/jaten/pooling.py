@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from torchax.core import out_of_range
+from torchax.core.mappings import limits
 from torchax.ops.builtin import op
 from torchax.ops.jaten import _numbers
 from torchax.ops.jaten._arguments import expand_sizes
@@ -60,12 +61,6 @@ def _index_plane(self, rank):
   return jnp.broadcast_to(jnp.asarray(plane, int64()), self.shape)
 
 
-def _lowest(dtype):
-  if jnp.issubdtype(dtype, jnp.floating):
-    return np.array(-np.inf, dtype)
-  return np.array(jnp.iinfo(dtype).min, dtype)
-
-
 # ---- Maximum
 
 
@@ -77,7 +72,7 @@ def _max_along(values, indices, axis, kernel, stride, padding, dilation, ceil_mo
   widths = [(0, 0, 0)] * values.ndim
   # A negative width crops the cells that no window covers.
   widths[axis] = (padding, reach - size - padding, 0)
-  values = lax.pad(values, _lowest(values.dtype), widths)
+  values = lax.pad(values, limits(values.dtype)[0], widths)
   indices = lax.pad(indices, jnp.asarray(NO_INDEX, indices.dtype), widths)
 
   def cell(array, offset):
@@ -330,7 +325,7 @@ def _adaptive_max_pool(self, output_size, rank):
     binned, member = _split_bins(values, axis, pooled)
     binned_indices, _ = _split_bins(indices, axis, pooled)
     if member is not None:
-      binned = jnp.where(member, binned, _lowest(self.dtype))
+      binned = jnp.where(member, binned, limits(self.dtype)[0])
     best = jnp.argmax(binned, axis=axis + 1, keepdims=True)
     values = jnp.take_along_axis(binned, best, axis=axis + 1).squeeze(axis + 1)
     indices = jnp.take_along_axis(binned_indices, best, axis=axis + 1).squeeze(axis + 1)

@@ -1,7 +1,5 @@
 """Rules for operations that call other graphs: nested functions, loops and branches."""
 
-import functools
-
 import jax.numpy as jnp
 from jax import lax
 
@@ -14,8 +12,8 @@ _LOOPS = ("scan", "while", "cond")
 
 @rule(*[name for name in PARTS if name not in _LOOPS])
 def _call(operation: Operation, *operands) -> list:
-  (part,) = operation.parts
-  params = operation.equation.params
+  (part,) = operation.equation.parts
+  params = operation.equation.jax.params
   if params.get("differentiated") and params.get("prevent_cse"):
     # The barrier keeps XLA from merging a recomputed part with the forward pass.
     operands = lax.optimization_barrier(operands)
@@ -25,21 +23,17 @@ def _call(operation: Operation, *operands) -> list:
 @rule("cond")
 def _cond(operation: Operation, index, *operands) -> list:
   run = operation.program.evaluate
-  branches = [functools.partial(_branch, run, part) for part in operation.parts]
+  branches = [lambda *args, part=p: run(part, args) for p in operation.equation.parts]
   return list(lax.switch(index, branches, *operands))
-
-
-def _branch(run, part, *operands) -> list:
-  return run(part, operands)
 
 
 @rule("while")
 def _while(operation: Operation, *operands) -> list:
-  params, run = operation.equation.params, operation.program.evaluate
+  params, run = operation.params, operation.program.evaluate
   of_condition = params["cond_nconsts"]
   of_body = of_condition + params["body_nconsts"]
   first, second = operands[:of_condition], operands[of_condition:of_body]
-  condition, body = operation.parts
+  condition, body = operation.equation.parts
   return list(
     lax.while_loop(
       lambda carry: run(condition, [*first, *carry])[0],
@@ -52,8 +46,8 @@ def _while(operation: Operation, *operands) -> list:
 @rule("scan", sized=("length",))
 def _scan(operation: Operation, *operands) -> list:
   """Run a scan; beyond the true number of steps the carry keeps its values."""
-  params, run = operation.equation.params, operation.program.evaluate
-  (part,) = operation.parts
+  params, run = operation.equation.jax.params, operation.program.evaluate
+  (part,) = operation.equation.parts
   constants = jax_compat.constants_of_scan(params)
   carried = constants + jax_compat.carry_of_scan(params)
   length = operation.params["length"]

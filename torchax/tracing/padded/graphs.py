@@ -8,7 +8,7 @@ second, the template.
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,15 +21,11 @@ from torchax.errors import BucketError
 # Parameters of the operations that call other jaxprs, with these jaxprs.
 PARTS: dict[str, tuple[str, ...]] = {
   "jit": ("jaxpr",),
-  "pjit": ("jaxpr",),
   "closed_call": ("call_jaxpr",),
-  "core_call": ("call_jaxpr",),
   "checkpoint": ("jaxpr",),
-  "remat": ("jaxpr",),
   "remat2": ("jaxpr",),
   "custom_jvp_call": ("call_jaxpr",),
   "custom_vjp_call": ("call_jaxpr", "fun_jaxpr"),
-  "custom_vjp_call_jaxpr": ("fun_jaxpr",),
   "scan": ("jaxpr",),
   "while": ("cond_jaxpr", "body_jaxpr"),
   "cond": ("branches",),
@@ -44,6 +40,9 @@ _KEPT = {
 # Operations that JAX leaves out where they change nothing, as `x[:n]` of n rows.
 _MAY_BE_LEFT_OUT = ("slice", "pad")
 
+SIZES = "sizes"
+"""Kind of a number of a shape or a parameter; literals have their dtype."""
+
 
 class Literal(NamedTuple):
   """Number in the code of a trace, as an operand of an operation."""
@@ -57,40 +56,26 @@ class Equation:
   """Operation of a graph.
 
   Attributes:
-    primitive: JAX's primitive.
+    jax: JAX's operation.
     inputs: indices of values in the graph, and literals.
     outputs: indices of the results.
-    params: JAX's parameters.
+    params: JAX's parameters without the parts.
     shapes: shapes of the results.
     parts: graphs that it calls.
-    source: JAX's record of its source.
-    leaves: parameters without the parts, as a flat list.
     form: everything except for the numbers; equal for traces that differ in sizes.
   """
 
-  primitive: Any
+  jax: core.JaxprEqn
   inputs: list
   outputs: list[int]
   params: dict[str, Any]
   shapes: list[tuple]
   parts: "list[Graph]"
-  source: Any
-  leaves: list
-  treedef: Any
   form: tuple
 
   @property
   def name(self) -> str:
-    return self.primitive.name
-
-  def numbers(self) -> Iterator:
-    """Yield the numbers: parameters, literals, then shapes of results."""
-    yield from map(_plain, filter(is_number, self.leaves))
-    for value in self.inputs:
-      if isinstance(value, Literal):
-        yield _plain(value.value)
-    for shape in self.shapes:
-      yield from shape
+    return self.jax.primitive.name
 
   def describe(self, around: "Sequence[Equation]" = ()) -> str:
     """Return the operation's name, with the user's line if JAX knows it.
@@ -99,7 +84,7 @@ class Equation:
       around: operations that call this one, from the outermost to the innermost.
     """
     for equation in (self, *reversed(around)):
-      line = jax_compat.line_of(equation.source, user_code.LIBRARIES)
+      line = jax_compat.line_of(equation.jax.source_info, user_code.LIBRARIES)
       if line is not None:
         return f"`{self.name}` ({line[0]}:{line[1]})"
     return f"`{self.name}`"
@@ -112,7 +97,7 @@ class Graph:
   Values are numbered: inputs, constants, then results of operations.
 
   Attributes:
-    shapes: shapes of the inputs.
+    shapes: shapes of the inputs and constants.
     constants: arrays that the trace closes over.
     equations: the operations.
     results: indices of the results, and literals.
@@ -143,10 +128,10 @@ class Graph:
         return Literal(atom.val, atom.aval.dtype)
       return indices[atom]
 
-    define(inner.invars)
-    define(inner.constvars)
+    given = [*inner.invars, *inner.constvars]
+    define(given)
     equations = [_equation(eqn, use, define) for eqn in inner.eqns]
-    shapes = [_shape(variable) for variable in inner.invars]
+    shapes = [_shape(variable) for variable in given]
     results = [use(atom) for atom in inner.outvars]
     return cls(shapes, constants, equations, results, next(numbers))
 
@@ -158,22 +143,52 @@ class Graph:
     ]
     return dataclasses.replace(self, equations=equations)
 
-  def numbers(self) -> Iterator:
-    """Yield all numbers, in the order of `align`."""
+  def numbers(self) -> Iterator[tuple[str, Any]]:
+    """Yield the kind and value of each number, in the order of `map`."""
     for shape in self.shapes:
-      yield from shape
+      yield from [(SIZES, size) for size in shape]
     for equation in self.equations:
-      yield from equation.numbers()
+      for leaf in filter(_is_number, jax.tree.leaves(equation.params)):
+        yield SIZES, _plain(leaf)
+      yield from _literals(equation.inputs)
+      for shape in equation.shapes:
+        yield from [(SIZES, size) for size in shape]
       for part in equation.parts:
         yield from part.numbers()
     yield from _literals(self.results)
 
   def arrays(self) -> Iterator:
-    """Yield all constants, in the order of `align`."""
+    """Yield all constants, in the order of `map`."""
     yield from self.constants
     for equation in self.equations:
       for part in equation.parts:
         yield from part.arrays()
+
+  def map(self, number: Callable, literal: Callable, array: Callable) -> "Graph":
+    """Return a copy with `number(n)`, `literal(l)` and `array(a)` for its values."""
+
+    def dims(shape) -> tuple:
+      return tuple([number(size) for size in shape])
+
+    def literals(values) -> list:
+      return [literal(v) if isinstance(v, Literal) else v for v in values]
+
+    def parameter(leaf):
+      return number(leaf) if _is_number(leaf) else leaf
+
+    shapes = [dims(shape) for shape in self.shapes]
+    constants = [array(constant) for constant in self.constants]
+    equations = [
+      dataclasses.replace(
+        each,
+        params=jax.tree.map(parameter, each.params),
+        inputs=literals(each.inputs),
+        shapes=[dims(shape) for shape in each.shapes],
+        parts=[part.map(number, literal, array) for part in each.parts],
+      )
+      for each in self.equations
+    ]
+    return Graph(shapes, constants, equations, literals(self.results), self.size)
 
 
 def _shape(atom) -> tuple:
@@ -187,14 +202,14 @@ def _plain(value):
   return "nan" if value != value else value
 
 
-def is_number(leaf) -> bool:
+def _is_number(leaf) -> bool:
   """Return True for a number of a parameter, which may depend on sizes."""
   is_bool = isinstance(leaf, bool)
   return isinstance(leaf, int | float | np.integer | np.floating) and not is_bool
 
 
-def _literals(values: list) -> list:
-  return [_plain(value.value) for value in values if isinstance(value, Literal)]
+def _literals(values: list) -> list[tuple[str, Any]]:
+  return [(str(v.dtype), _plain(v.value)) for v in values if isinstance(v, Literal)]
 
 
 def _equation(eqn, use, define) -> Equation:
@@ -213,24 +228,12 @@ def _equation(eqn, use, define) -> Equation:
   form = (
     name,
     treedef,
-    tuple([_Form(leaf) for leaf in leaves if not is_number(leaf)]),
+    tuple([_Form(leaf) for leaf in leaves if not _is_number(leaf)]),
     tuple([v.dtype if isinstance(v, Literal) else None for v in inputs]),
     tuple([_type(v) for v in eqn.outvars]),
     len(parts),
   )
-  outputs = define(eqn.outvars)
-  return Equation(
-    eqn.primitive,
-    inputs,
-    outputs,
-    eqn.params,
-    shapes,
-    parts,
-    eqn.source_info,
-    leaves,
-    treedef,
-    form,
-  )
+  return Equation(eqn, inputs, define(eqn.outvars), params, shapes, parts, form)
 
 
 def _listed(value) -> tuple:
@@ -277,73 +280,67 @@ def align(graph: Graph, template: Graph) -> tuple[Values, bool]:
   Raises:
     BucketError: the operations differ.
   """
-  walk = _Alignment()
-  walk.graphs(graph, template)
-  return Values(walk.numbers, walk.arrays), walk.has_added
+  has_added = _Alignment(graph, template, []).walk()
+  return Values.of(graph), has_added
 
 
 class _Alignment:
-  """Walk of two graphs."""
-
-  def __init__(self):
-    self.numbers: list = []
-    self.arrays: list = []
-    self.has_added = False
-    # Calling operations of the pair of graphs that is walked.
-    self.around: list[Equation] = []
-
-  def graphs(self, graph: Graph, template: Graph) -> None:
-    _Pair(self, graph, template).walk()
-
-
-class _Pair:
-  """Walk of one pair of graphs.
+  """Walk of a graph and its template, which adds to both what the other one has.
 
   Attributes:
+    around: operations that call these graphs.
     known: index of a value in the template, by its index in the graph.
     same: index of the value whose elements an added operation returns, by its own.
   """
 
-  def __init__(self, alignment: _Alignment, graph: Graph, template: Graph):
-    self.alignment, self.graph, self.template = alignment, graph, template
-    given = len(graph.shapes) + len(graph.constants)
-    self.known: dict[int | None, int] = {index: index for index in range(given)}
+  def __init__(self, graph: Graph, template: Graph, around: list[Equation]):
+    self.graph, self.template, self.around = graph, template, around
+    self.known: dict[int | None, int] = {n: n for n in range(len(graph.shapes))}
     self.same: dict[int | None, int] = {}
 
-  def walk(self) -> None:
-    graph, template, alignment = self.graph, self.template, self.alignment
+  def walk(self) -> bool:
+    """Return True if the template has got operations."""
+    graph, template = self.graph, self.template
     if [*map(len, graph.shapes)] != [*map(len, template.shapes)]:
       raise BucketError(_OTHER.format("takes other operands"))
-    for shape in graph.shapes:
-      alignment.numbers += shape
-    alignment.arrays += graph.constants
-    position = 0
+    self._require_shorter(graph, template)
+    has_added, position = False, 0
     while position < max(len(template.equations), len(graph.equations)):
       ours = _at(graph.equations, position)
       other = _at(template.equations, position)
       if ours is None or other is None or not self._is_same(ours, other):
-        self._add_identity(ours, other, position)
+        has_added |= self._add_identity(ours, other, position)
         continue
-      other.inputs = [
-        value if isinstance(value, Literal) else self.known[index]
-        for value, index in zip(other.inputs, ours.inputs)
-      ]
-      _require_shorter(ours, other, alignment.around)
-      alignment.numbers += ours.numbers()
-      alignment.around.append(ours)
-      for part, of_template in zip(ours.parts, other.parts):
-        alignment.graphs(part, of_template)
-      alignment.around.pop()
+      other.inputs = self._inputs(ours.inputs, other.inputs)
+      self._require_shorter(ours, other)
+      for parts in zip(ours.parts, other.parts):
+        has_added |= _Alignment(*parts, [*self.around, ours]).walk()
       self.known.update(zip(ours.outputs, other.outputs))
       position += 1
     ours_out = [*map(self._kind_of_ours, graph.results)]
     if ours_out != [*map(self._kind, template.results)]:
       raise BucketError(_OTHER.format("returns other results"))
-    template.results = [
+    template.results = self._inputs(graph.results, template.results)
+    return has_added
+
+  def _inputs(self, ours: list, template: list) -> list:
+    return [
       value if isinstance(value, Literal) else self.known[index]
-      for value, index in zip(template.results, graph.results)
+      for value, index in zip(template, ours)
     ]
-    alignment.numbers += _literals(graph.results)
+
+  def _require_shorter(self, ours: Graph | Equation, other: Graph | Equation) -> None:
+    """Refuse a constant or result that would not fit into the padded one."""
+    for shape, padded in zip(ours.shapes, other.shapes):
+      if any(size > most for size, most in zip(shape, padded)):
+        name = "constant"
+        if isinstance(ours, Equation):
+          name = f"result of {ours.describe(self.around)}"
+        raise BucketError(
+          f"A {name} has the shape {list(shape)} at this size, but {list(padded)} at "
+          "the padded one, which is smaller. Sizes that shrink while an argument grows "
+          "cannot be padded."
+        )
 
   def _is_same(self, ours: Equation, other: Equation) -> bool:
     inputs = [*map(self._kind_of_ours, ours.inputs)]
@@ -357,16 +354,18 @@ class _Pair:
     is_literal = isinstance(value, Literal)
     return str(value.dtype) if is_literal else self.same.get(value, value)
 
-  def _add_identity(self, ours, other, position: int) -> None:
-    """Add an operation that changes nothing to the trace without it, or raise."""
+  def _add_identity(self, ours, other, position: int) -> bool:
+    """Add an operation that changes nothing to the trace without it, or raise.
+
+    Return True for the template.
+    """
     if ours is not None and _may_be_left_out(ours):
       index = self.known.get(ours.inputs[0])
       shape = _shape_in(self.template, index)
       if shape is not None:
         new = _insert(self.template, position, ours, index, shape)
         self.same[new] = self._kind(index)
-        self.alignment.has_added = True
-        return
+        return True
     if other is not None and _may_be_left_out(other):
       target = self._kind(other.inputs[0])
       index = next((i for i, t in self.known.items() if self._kind(t) == target), None)
@@ -374,8 +373,8 @@ class _Pair:
       if shape is not None:
         _insert(self.graph, position, other, index, shape)
         self.same[other.outputs[0]] = target
-        return
-    raise BucketError(_message(ours, other, self.alignment.around))
+        return False
+    raise BucketError(_message(ours, other, self.around))
 
 
 _OTHER = (
@@ -395,19 +394,6 @@ def _message(
   )
 
 
-def _require_shorter(
-  ours: Equation, other: Equation, around: Sequence[Equation]
-) -> None:
-  """Refuse a result that would not fit into the padded one."""
-  for shape, padded in zip(ours.shapes, other.shapes):
-    if any(size > most for size, most in zip(shape, padded)):
-      raise BucketError(
-        f"The result of {ours.describe(around)} has the shape {list(shape)} at this "
-        f"size, but {list(padded)} at the padded one, which is smaller. Sizes that "
-        "shrink while an argument grows cannot be padded."
-      )
-
-
 def _at(equations: list, position: int) -> Equation | None:
   return equations[position] if position < len(equations) else None
 
@@ -421,11 +407,8 @@ def _shape_in(graph: Graph, index) -> tuple | None:
   """Return the shape of a value of a graph; None if it is unknown."""
   if index is None or isinstance(index, Literal):
     return None
-  constant = index - len(graph.shapes)
-  if constant < 0:
+  if index < len(graph.shapes):
     return graph.shapes[index]
-  if constant < len(graph.constants):
-    return tuple(np.shape(graph.constants[constant]))
   for equation in graph.equations:
     if index in equation.outputs:
       return equation.shapes[equation.outputs.index(index)]
@@ -434,16 +417,13 @@ def _shape_in(graph: Graph, index) -> tuple | None:
 
 def _insert(graph: Graph, position: int, pattern: Equation, index, shape) -> int:
   """Insert an operation like `pattern` that returns a value; return its index there."""
-  leaves, treedef = jax.tree.flatten(_identity(pattern, shape))
   new, graph.size = graph.size, graph.size + 1
   equation = dataclasses.replace(
     pattern,
     inputs=[index, *pattern.inputs[1:]],
     outputs=[new],
-    params=jax.tree.unflatten(treedef, leaves),
+    params=_identity(pattern, shape),
     shapes=[shape],
-    leaves=leaves,
-    treedef=treedef,
   )
   graph.equations.insert(position, equation)
   return new

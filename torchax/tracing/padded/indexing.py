@@ -94,18 +94,8 @@ def _scatter(operation: Operation, operand, indices, updates) -> list:
         keep = is_true(of_indices, axis, indices.shape)
         indices = jnp.where(keep, indices, beyond)
     mode = _FILL
-  results = operation.equation.primitive.bind(
-    operand,
-    indices,
-    updates,
-    **{
-      **operation.equation.params,
-      "mode": mode,
-      "indices_are_sorted": False,
-      "unique_indices": False,
-    },
-  )
-  return [results]
+  order = {"indices_are_sorted": False, "unique_indices": False}
+  return operation.bind(operand, indices, updates, mode=mode, **order)
 
 
 def _window_sizes(numbers, shape: Dims, of_updates: Dims) -> list:

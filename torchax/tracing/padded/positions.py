@@ -19,17 +19,14 @@ from torchax.tracing.padded.program import (
   product,
   rule,
   true,
+  true_index,
 )
 
 
+@rule("transpose", "squeeze", "expand_dims", "stack")
 @rule("broadcast_in_dim", "iota", sized=("shape",))
-def _create(operation: Operation, *operands) -> list:
+def _bind(operation: Operation, *operands) -> list:
   return operation.bind(*operands)
-
-
-@rule("transpose", "squeeze", "expand_dims")
-def _rearrange(operation: Operation, operand) -> list:
-  return operation.bind(operand)
 
 
 # Reshapes -----------------------------------------------------------------------------
@@ -37,7 +34,7 @@ def _rearrange(operation: Operation, operand) -> list:
 
 @rule("reshape", sized=("new_sizes",))
 def _reshape(operation: Operation, operand) -> list:
-  if operation.equation.params.get("dimensions") is not None:
+  if operation.params.get("dimensions") is not None:
     raise operation.refuse("it also transposes")
   before, after = operation.inputs[0], operation.outputs[0]
   done: list[int] = []
@@ -96,12 +93,8 @@ def _significant(dims: Dims) -> list:
 
 def _sources(old: Dims, new: Dims) -> jnp.ndarray:
   """Return the index in the padded `old` of each element of the padded `new`."""
-  shape = tuple(map(int, new))
-  index = jnp.zeros(shape, np.int32)
-  for axis, size in enumerate(new):
-    along = lax.broadcasted_iota(np.int32, shape, axis)
-    index = index * true(size) + along
-  source, stride = jnp.zeros(shape, np.int32), 1
+  index = true_index(new, np.int32)
+  source, stride = jnp.zeros_like(index), 1
   for position in range(len(old) - 1, -1, -1):
     size = true(old[position])
     is_first = position == 0
@@ -229,11 +222,6 @@ def _concatenate(operation: Operation, *operands) -> list:
     whole = lax.dynamic_update_slice_in_dim(whole, operand, start, axis)
     start = start + true(size)
   return [whole]
-
-
-@rule("stack")
-def _stack(operation: Operation, *operands) -> list:
-  return operation.bind(*operands)
 
 
 @rule("tile")

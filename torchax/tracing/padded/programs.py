@@ -4,16 +4,15 @@ One program serves all sizes of a bucket, unless numbers that were equal at the 
 sizes differ at a later one. Then another program takes the place of the first.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.extend import core
 
 from torchax.core.program_limit import Counted
-from torchax.errors import BucketError
-from torchax.tracing.padded import arrays, calls, indexing, positions, rules, windows
+from torchax.tracing.padded import calls, indexing, positions, rules, windows
 from torchax.tracing.padded.graphs import Graph, Values, align
 from torchax.tracing.padded.program import Partition, Size, Trace
 
@@ -33,6 +32,22 @@ class Program(NamedTuple):
   partition: Partition
   jitted: Any
   equal: list
+
+  def operands(self, values: Values) -> dict[str, Any] | None:
+    """Return the operands for a trace, or None if it needs another program."""
+    found = self.partition.operands(values)
+    if found is None:
+      return None
+    numbers = found["numbers"]
+
+    def size(dim):
+      return numbers[dim.group[0]][dim.group[1]] if isinstance(dim, Size) else dim
+
+    def count(dims) -> int:
+      return math.prod([int(size(dim)) for dim in dims])
+
+    holds = all(count(old) == count(new) for old, new in self.equal)
+    return found if holds else None
 
 
 class Programs:
@@ -75,20 +90,15 @@ class Programs:
       values, has_added = align(Graph.of(jaxpr), template)
       if has_added:
         self._template, self._program = template, None
-    program = self._program
-    if program is not None:
-      operands = program.partition.operands(values)
-      if operands is not None and _holds(program, operands):
-        return program, _as_arrays(operands)
-    partition = Partition(self._template)
-    for each in () if program is None else program.partition.traces[1:]:
-      partition.add(each)
-    partition.add(values)
-    operands = _as_arrays(partition.operands(values))
-    self._program = self._compile(partition, operands, leaves)
-    return self._program, operands
+    operands = None if self._program is None else self._program.operands(values)
+    if operands is None:
+      self._program, operands = self._compile(values, leaves)
+    return self._program, jax.device_put(operands)
 
-  def _compile(self, partition: Partition, operands: dict, leaves: Sequence) -> Program:
+  def _compile(self, values: Values, leaves: Sequence) -> tuple[Program, Any]:
+    compared = [] if self._program is None else self._program.partition.traces[1:]
+    partition = Partition(self._template, [*compared, values])
+    operands = partition.operands(values)
     equal: list = []
 
     def padded(operands, *leaves):
@@ -103,30 +113,4 @@ class Programs:
     program.__name__ = self._name
     jitted = jax.jit(program, **self._options)
     jitted.trace(operands, *leaves)  # a call reuses this trace
-    return Program(partition, jitted, equal)
-
-
-def _holds(program: Program, operands: dict) -> bool:
-  """Return True if the reshapes of a program hold at these sizes."""
-
-  def count(dims) -> int:
-    number = 1
-    for dim in dims:
-      is_size = isinstance(dim, Size)
-      number *= operands["numbers"][dim.group[0]][dim.group[1]] if is_size else dim
-    return number
-
-  return all(count(old) == count(new) for old, new in program.equal)
-
-
-def _as_arrays(operands: dict | None) -> dict:
-  if operands is None:
-    raise BucketError("A trace has other numbers than it had a moment ago.")
-  numbers = {
-    kind: np.asarray(values, np.int32 if kind == "sizes" else np.dtype(kind))
-    for kind, values in operands["numbers"].items()
-  }
-  return {
-    "numbers": {kind: jax.device_put(values) for kind, values in numbers.items()},
-    "arrays": [arrays.pad(array, shape) for array, shape in operands["arrays"]],
-  }
+    return Program(partition, jitted, equal), operands

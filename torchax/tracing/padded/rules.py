@@ -4,31 +4,31 @@ They fill padding with a value that does not change the result: zero in a sum, t
 smallest number in a maximum.
 """
 
-import jax
-import jax.numpy as jnp
+from typing import Any
+
 import numpy as np
 from jax import lax
 
+from torchax.core.mappings import limits
 from torchax.rng import threefry
 from torchax.tracing.padded.program import (
-  Dims,
   Operation,
   Size,
   fill,
   is_sized,
   is_true,
   rule,
-  true,
+  true_index,
 )
 
 _ELEMENTWISE = """
-abs acos acosh add add_any and approx_tan asin asinh atan atan2 atanh bessel_i0e
+abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e
 bitcast_convert_type
-bessel_i1e cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos cosh
+bessel_i1e cbrt ceil clamp clz complex conj convert_element_type copy cos cosh
 digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a
 igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min
 mul ne neg nextafter not or polygamma population_count pow pvary random_gamma_grad real
-reduce_precision regularized_incomplete_beta rem round rsqrt select_and select_n
+reduce_precision regularized_incomplete_beta rem round rsqrt select_n
 shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
 stop_gradient sub tan tanh xor zeta optimization_barrier name
 """
@@ -41,7 +41,7 @@ def _elementwise(operation: Operation, *operands) -> list:
 
 @rule("with_derivative")
 def _with_derivative(operation: Operation, *operands) -> list:
-  return list(operands[: operation.equation.params["counts"][0]])
+  return list(operands[: operation.params["counts"][0]])
 
 
 @rule("with_derivative_of")
@@ -49,64 +49,35 @@ def _with_derivative_of(operation: Operation, old, new) -> list:
   return [new]
 
 
-def least(dtype) -> np.ndarray:
-  """Return the smallest number of a dtype."""
-  if dtype == np.bool_:
-    return np.zeros((), bool)
-  is_float = jnp.issubdtype(dtype, np.floating)
-  return np.asarray(-np.inf if is_float else jnp.iinfo(dtype).min, dtype)
+_ADDITIVE = {"reduce_sum", "reduce_window_sum", "cumsum", "reduce_or", "reduce_xor"}
 
 
-def largest(dtype) -> np.ndarray:
-  """Return the largest number of a dtype."""
-  if dtype == np.bool_:
-    return np.ones((), bool)
-  is_float = jnp.issubdtype(dtype, np.floating)
-  return np.asarray(np.inf if is_float else jnp.iinfo(dtype).max, dtype)
+def neutral(name: str, dtype) -> Any:
+  """Return the padding that changes no result of a reduction."""
+  if name in _ADDITIVE:
+    return 0
+  if name in ("reduce_prod", "cumprod"):
+    return 1
+  if name == "reduce_and":
+    return ~np.zeros((), dtype)
+  least, largest = limits(dtype)
+  return largest if name.endswith("min") else least
 
 
-def _zero(dtype):
-  return np.zeros((), dtype)
+_REDUCTIONS = ["sum", "prod", "max", "min", "and", "or", "xor"]
 
 
-def _one(dtype):
-  return np.ones((), dtype)
-
-
-def _all_ones(dtype):
-  return np.ones((), bool) if dtype == np.bool_ else ~np.zeros((), dtype)
-
-
-# Value for the padding of an operand, by the operation.
-NEUTRAL = {
-  "reduce_sum": _zero,
-  "reduce_prod": _one,
-  "reduce_max": least,
-  "reduce_min": largest,
-  "reduce_and": _all_ones,
-  "reduce_or": _zero,
-  "reduce_xor": _zero,
-  "argmax": least,
-  "argmin": largest,
-  "cumsum": _zero,
-  "cumprod": _one,
-  "cummax": least,
-  "cummin": largest,
-  "cumlogsumexp": least,
-}
-
-
-@rule(*[name for name in NEUTRAL if not name.startswith("cum")])
+@rule("argmax", "argmin", *[f"reduce_{name}" for name in _REDUCTIONS])
 def _reduce(operation: Operation, operand) -> list:
-  value = NEUTRAL[operation.name](operand.dtype)
+  value = neutral(operation.name, operand.dtype)
   axes = operation.params["axes"]
   return operation.bind(fill(operand, operation.inputs[0], axes, value))
 
 
-@rule(*[name for name in NEUTRAL if name.startswith("cum")])
+@rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 def _cumulate(operation: Operation, operand) -> list:
   if operation.params["reverse"]:
-    value = NEUTRAL[operation.name](operand.dtype)
+    value = neutral(operation.name, operand.dtype)
     operand = fill(operand, operation.inputs[0], (operation.params["axis"],), value)
   return operation.bind(operand)
 
@@ -152,7 +123,7 @@ def _sort(operation: Operation, *operands) -> list:
 @rule("top_k", sized=("k",))
 def _top_k(operation: Operation, operand) -> list:
   axis = operation.params.get("axis", operand.ndim - 1)
-  operand = fill(operand, operation.inputs[0], (axis,), least(operand.dtype))
+  operand = fill(operand, operation.inputs[0], (axis,), limits(operand.dtype)[0])
   return operation.bind(operand)
 
 
@@ -177,18 +148,8 @@ def _matrices(operation: Operation, *operands) -> list:
 @rule("random_bits", sized=("shape",))
 def _random_bits(operation: Operation, key) -> list:
   """Compute the bits of each element from its index at the true size."""
-  index = true_index(operation.outputs[0])
+  index = true_index(operation.outputs[0], np.uint32)
   bits = threefry.bits_at(key, index, operation.params["bit_width"])
   if bits is None:
     raise operation.refuse("only draws of threefry2x32 can be computed by index")
   return [bits]
-
-
-def true_index(shape: Dims) -> jax.Array:
-  """Return the index of each element in the flattened array of true size; uint32."""
-  padded = tuple(map(int, shape))
-  index = jnp.zeros(padded, np.uint32)
-  for axis, size in enumerate(shape):
-    along = lax.broadcasted_iota(np.uint32, padded, axis)
-    index = index * jnp.asarray(true(size), np.uint32) + along
-  return index

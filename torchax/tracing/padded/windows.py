@@ -11,7 +11,7 @@ from torchax.tracing.padded.program import (
   is_sized,
   rule,
 )
-from torchax.tracing.padded.rules import largest, least
+from torchax.tracing.padded.rules import neutral
 
 
 @rule("conv_general_dilated", sized=("padding",))
@@ -30,11 +30,9 @@ def _reduce_windows(operation: Operation, operand) -> list:
   _require_static_starts(operation)
   if differs(operation.params["window_dimensions"]):
     raise operation.refuse("its window depends on the size")
-  name = operation.name
-  value = {"reduce_window_max": least, "reduce_window_min": largest}.get(name)
-  neutral = 0 if value is None else value(operand.dtype)
+  value = neutral(operation.name, operand.dtype)
   shape = operation.inputs[0]
-  return operation.bind(fill(operand, shape, range(operand.ndim), neutral))
+  return operation.bind(fill(operand, shape, range(operand.ndim), value))
 
 
 def _require_static_starts(operation: Operation) -> None:
