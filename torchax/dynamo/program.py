@@ -142,7 +142,7 @@ class Program:
       for node, is_used in zip(self._inputs, self._is_used)
     ]
     sizes = ListedSizes(graph_sizes, are_arrays)
-    return counted.of(Bucketed(pure, _ignore, sizes, counted, options))
+    return counted.of(Bucketed(pure, None, sizes, counted, options))
 
   # While tracing --------------------------------------------------------------------
 
@@ -258,10 +258,6 @@ def _copy_aliased(array: jax.Array, seen: set[int]) -> jax.Array:
     return jax.numpy.copy(array)
   seen.add(id(array))
   return array
-
-
-def _ignore(*args) -> None:
-  """Ignore the trace of a bucket."""
 
 
 # Checks before compiling --------------------------------------------------------------

@@ -34,26 +34,30 @@ class GraphSizes:
         if isinstance(size, torch.SymInt):
           self._bounds |= size.node.shape_env.var_to_range
 
-  def pad(self, found: Sequence[Shape | None]) -> list[Shape | None]:
-    """Return the padded sizes of each input.
+  def pad(self, args: Sequence, leaves: list) -> tuple[dict[int, Shape], list]:
+    """Return the shapes of the leaves to pad, and the arguments with padded integers.
 
     Args:
-      found: shapes of tensors, integers as (integer,), and None for other inputs.
+      args: for each input the index of its leaf, or a static value.
+      leaves: arrays and numbers.
 
     Raises:
       ValueError: no bucket is large enough.
     """
+    found = [_found(arg, leaves) for arg in args]
     values = {}
     for expressions, sizes in zip(self._expressions, found):
-      for expression, size in zip(expressions, sizes or ()):
+      for expression, size in zip(expressions, sizes):
         if not isinstance(expression, int) and expression.is_Symbol:
           values[expression] = self._padded(expression, int(size))
-    return [
-      None
-      if sizes is None
-      else tuple([_evaluate(e, values, size) for e, size in zip(expressions, sizes)])
-      for expressions, sizes in zip(self._expressions, found)
-    ]
+    shapes, padded = {}, list(args)
+    for position, (expressions, sizes) in enumerate(zip(self._expressions, found)):
+      new = tuple([_evaluate(e, values, size) for e, size in zip(expressions, sizes)])
+      if new != sizes and type(args[position]) is int:
+        shapes[args[position]] = new
+      elif new != sizes:
+        padded[position] = StaticValue(new[0])
+    return shapes, padded
 
   def _padded(self, symbol, value: int) -> int:
     size = padded_size(f"the symbol {symbol}", self._sizes, value)
@@ -95,24 +99,18 @@ class ArgumentSizes:
   def padded(self, leaves: list, treedef) -> tuple[dict[int, Shape], Any]:
     """Return the shapes of the leaves to pad, and the structure of the padded call."""
     tree = jax.tree.unflatten(treedef, list(range(len(leaves))))
-    leading, args = tree[0][: self._leading], list(tree[0][self._leading :])
-    found = self._sizes.pad([_found(arg, leaves) for arg in args])
-    shapes = {}
-    for position, (arg, sizes) in enumerate(zip(args, found)):
-      if type(arg) is int and sizes is not None and sizes != _found(arg, leaves):
-        shapes[arg] = sizes
-      elif type(arg) is StaticValue and sizes is not None:
-        args[position] = StaticValue(sizes[0])
-    return shapes, jax.tree.structure(((*leading, *args), tree[1]))
+    (args, kwargs), leading = tree, tree[0][: self._leading]
+    shapes, args = self._sizes.pad(args[self._leading :], leaves)
+    return shapes, jax.tree.structure(((*leading, *args), kwargs))
 
 
-def _found(arg, leaves: list) -> Shape | None:
+def _found(arg, leaves: list) -> Shape:
   """Return the sizes of an argument: the index of a leaf, or a static value."""
   if type(arg) is int:
     # A number among the leaves is an operand, whose value no shape depends on.
-    return tuple(leaves[arg].shape) if hasattr(leaves[arg], "shape") else None
+    return tuple(leaves[arg].shape) if hasattr(leaves[arg], "shape") else ()
   is_size = type(arg) is StaticValue and type(arg.value) is int
-  return (arg.value,) if is_size else None
+  return (arg.value,) if is_size else ()
 
 
 class ListedSizes:
@@ -126,33 +124,22 @@ class ListedSizes:
 
   def __init__(self, sizes: GraphSizes, are_arrays: Sequence[bool | None]):
     self._sizes, self._are_arrays = sizes, are_arrays
-    numbers = [n for n, is_array in enumerate(are_arrays) if is_array is False]
-    # Index in the static tuple of each input that is a number.
-    self._numbers = {position: index for index, position in enumerate(numbers)}
 
   def padded(self, leaves: list, treedef) -> tuple[dict[int, Shape], Any]:
     """Return the shapes of the leaves to pad, and the structure of the padded call."""
     tree = jax.tree.unflatten(treedef, list(range(len(leaves))))
     (static, *others, indices), kwargs = tree
-    remaining, leaf_of = iter(indices), {}
-    found: list[Shape | None] = []
-    for position, is_array in enumerate(self._are_arrays):
-      number = static.value[self._numbers[position]] if is_array is False else None
+    numbers, remaining, args = iter(static.value), iter(indices), []
+    for is_array in self._are_arrays:
+      number = next(numbers) if is_array is False else None
       # A number is None in the static tuple if it is passed as an array.
-      if is_array or (is_array is False and number is None):
-        leaf_of[position] = next(remaining)
-        found.append(_found(leaf_of[position], leaves))
-      else:
-        found.append((number,) if type(number) is int else None)
-    padded, numbers = self._sizes.pad(found), list(static.value)
-    for position, index in self._numbers.items():
-      sizes = padded[position]
-      if position not in leaf_of and sizes is not None:
-        numbers[index] = sizes[0]
-    shapes = {}
-    for position, leaf in leaf_of.items():
-      sizes = padded[position]
-      if sizes is not None and sizes != found[position]:
-        shapes[leaf] = sizes
-    args = (StaticValue(tuple(numbers)), *others, indices)
+      is_leaf = is_array or (is_array is False and number is None)
+      args.append(next(remaining) if is_leaf else StaticValue(number))
+    shapes, args = self._sizes.pad(args, leaves)
+    padded = [
+      arg.value if type(arg) is StaticValue else None
+      for arg, is_array in zip(args, self._are_arrays)
+      if is_array is False
+    ]
+    args = (StaticValue(tuple(padded)), *others, indices)
     return shapes, jax.tree.structure((args, kwargs))

@@ -77,7 +77,8 @@ class Bucketed:
 
   Args:
     function: pure function of arrays.
-    on_program: called in the trace of each bucket with the function's arguments.
+    on_program: called in the trace of each bucket with the function's arguments, or
+      None.
     sizes: padded sizes of the arguments.
     counted: counter of programs.
     options: options of `jax.jit`.
@@ -86,7 +87,7 @@ class Bucketed:
   def __init__(
     self,
     function: Callable,
-    on_program: Callable,
+    on_program: Callable | None,
     sizes: PaddedSizes,
     counted: Counted,
     options: dict[str, Any],
@@ -207,7 +208,8 @@ class Bucketed:
 
   def _recorded(self, *args, **kwargs):
     result = self._function(*args, **kwargs)
-    self._on_program(*args, **kwargs)
+    if self._on_program is not None:
+      self._on_program(*args, **kwargs)
     return result
 
   def _trace(self, function: Callable, leaves: list, treedef) -> jax.stages.Traced:

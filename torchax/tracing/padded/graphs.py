@@ -285,7 +285,7 @@ def align(graph: Graph, template: Graph) -> tuple[Values, bool]:
 
 
 class _Alignment:
-  """Walk of a graph and its template, which adds to both what the other one has.
+  """Walk of a graph and its template; both get the identities of the other one.
 
   Attributes:
     around: operations that call these graphs.
