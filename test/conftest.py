@@ -36,3 +36,12 @@ def strict_mode(monkeypatch):
   monkeypatch.setenv("TORCHAX_EAGER", "strict")
   with torchax.eager_mode("strict"):
     yield
+
+
+@pytest.fixture
+def env():
+  """Run a test inside the default environment."""
+  import torchax  # after the settings above
+
+  with torchax.default_env() as environment:
+    yield environment

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import torchax
 from torchax.core import program_limit
 from torchax.interop import jax_jit
 from torchax.stacks import LayerStack, scan_layers
@@ -87,11 +86,7 @@ MODELS = {
   "torch's encoder": (_encoder, "layers.0"),
 }
 
-
-@pytest.fixture(autouse=True)
-def environment():
-  with torchax.default_env():
-    yield
+pytestmark = pytest.mark.usefixtures("env")
 
 
 def _x():

@@ -15,15 +15,12 @@ from torchax.core import narrowing
 from torchax.errors import NarrowingWarning, UnsupportedDtypeError
 from torchax.ops import mappings
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*32 bits wide")
+pytestmark = [
+  pytest.mark.filterwarnings("ignore:.*32 bits wide"),
+  pytest.mark.usefixtures("env"),
+]
 
 LARGE = 2**40
-
-
-@pytest.fixture(autouse=True)
-def _inside_the_environment():
-  with torchax.default_env():
-    yield
 
 
 def ints(*values) -> torch.Tensor:

@@ -11,23 +11,19 @@ from accelerators import cpu_only
 from compare import assert_same
 from small_tensors import rows
 
-import torchax
 from torchax.ops import mappings
 from torchax.tensor import Tensor
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*32 bits wide")
+pytestmark = [
+  pytest.mark.filterwarnings("ignore:.*32 bits wide"),
+  pytest.mark.usefixtures("env"),
+]
 
 VALUES = torch.tensor([[1.0, 2.0], [0.0, 3.0]])
 # No operation computes with packed numbers.
 LEFT_OUT = (None, torch.float4_e2m1fn_x2)
 DTYPES = tuple(dtype for dtype in mappings.TORCH_DTYPE_TO_JAX if dtype not in LEFT_OUT)
 REALS = tuple(dtype for dtype in DTYPES if not dtype.is_complex)
-
-
-@pytest.fixture(autouse=True)
-def _inside_the_environment():
-  with torchax.default_env():
-    yield
 
 
 @pytest.fixture(name="x64")

@@ -135,10 +135,7 @@ def _assert_equal(found, expected):
   np.testing.assert_allclose(np.asarray(found), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.fixture(autouse=True)
-def env():
-  with torchax.default_env():
-    yield
+pytestmark = pytest.mark.usefixtures("env")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -22,10 +22,7 @@ def nothing_compiled():
   torch.compiler.reset()
 
 
-@pytest.fixture(autouse=True)
-def env():
-  with torchax.default_env() as env:
-    yield env
+pytestmark = pytest.mark.usefixtures("env")
 
 
 def compile(fn, mode, **options):

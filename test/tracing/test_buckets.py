@@ -3,14 +3,9 @@
 import pytest
 import torch
 
-import torchax
 from torchax.interop import jax_jit
 
-
-@pytest.fixture(autouse=True)
-def env():
-  with torchax.default_env() as environment:
-    yield environment
+pytestmark = pytest.mark.usefixtures("env")
 
 
 @pytest.mark.parametrize(

@@ -6,17 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-import torchax
 from torchax.core.boundary import Boundary
 from torchax.core.host_numbers import Entry
 from torchax.tracing.captures import Captures, Numbers, module_of, reachable
 from torchax.tracing.guards import Guards
 
-
-@pytest.fixture(autouse=True)
-def env():
-  with torchax.default_env() as environment:
-    yield environment
+pytestmark = pytest.mark.usefixtures("env")
 
 
 def _tensor(value: float = 0.0, **options) -> torch.Tensor:

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-import torchax
 from torchax.core.boundary import Boundary
 from torchax.core.static_values import Identity
 from torchax.errors import MutationError
@@ -24,11 +23,7 @@ from torchax.tracing.specialization import ORDINARY, Specialization
 
 ONES = jnp.ones(3)
 
-
-@pytest.fixture(autouse=True)
-def env():
-  with torchax.default_env() as environment:
-    yield environment
+pytestmark = pytest.mark.usefixtures("env")
 
 
 def _zeros(**options) -> torch.Tensor:

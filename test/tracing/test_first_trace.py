@@ -12,11 +12,7 @@ from torchax.compat import jax_compat
 from torchax.errors import TracedStateError
 from torchax.interop import jax_jit
 
-
-@pytest.fixture(autouse=True)
-def env():
-  with torchax.default_env() as environment:
-    yield environment
+pytestmark = pytest.mark.usefixtures("env")
 
 
 def _counting(function):

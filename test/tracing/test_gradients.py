@@ -15,11 +15,7 @@ from torchax.interop import jax_jit
 
 X = torch.linspace(-1, 1, 6).reshape(2, 3)
 
-
-@pytest.fixture(autouse=True)
-def env():
-  with torchax.default_env() as environment:
-    yield environment
+pytestmark = pytest.mark.usefixtures("env")
 
 
 class Model(nn.Module):

@@ -42,11 +42,7 @@ OPTIMIZERS = {
 # Rows whose first step has a program of its own: it creates the state from gradients.
 MADE_OF_GRADIENTS = {"SGD, dampening", "SGD, dampening, one by one"}
 
-
-@pytest.fixture(autouse=True)
-def env():
-  with torchax.default_env() as environment:
-    yield environment
+pytestmark = pytest.mark.usefixtures("env")
 
 
 def _model() -> nn.Module:

@@ -9,7 +9,6 @@ from ops.harness import floats
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import lr_scheduler, swa_utils
 
-import torchax
 from torchax.errors import TracedStateError
 from torchax.interop import jax_jit
 from torchax.tensor import Tensor
@@ -17,11 +16,7 @@ from torchax.tensor import Tensor
 optim = torch.optim
 STEPS = 5
 
-
-@pytest.fixture(autouse=True)
-def env():
-  with torchax.default_env() as environment:
-    yield environment
+pytestmark = pytest.mark.usefixtures("env")
 
 
 class Model(torch.nn.Module):

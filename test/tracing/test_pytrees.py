@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.utils import _pytree as torch_pytree
 
-import torchax
 from torchax.interop import jax_jit, jax_value_and_grad, jax_view
 
 
@@ -42,11 +41,7 @@ torch_pytree.register_pytree_node(
   lambda children, _: Lenient(*children),
 )
 
-
-@pytest.fixture(autouse=True)
-def _enabled():
-  with torchax.default_env():
-    yield
+pytestmark = pytest.mark.usefixtures("env")
 
 
 def _x() -> torch.Tensor:

@@ -3,16 +3,11 @@
 import pytest
 import torch
 
-import torchax
 from torchax.interop import jax_jit
 
 aten = torch.ops.aten
 
-
-@pytest.fixture(autouse=True)
-def env():
-  with torchax.default_env() as environment:
-    yield environment
+pytestmark = pytest.mark.usefixtures("env")
 
 
 def test_matching_metadata_is_accepted():

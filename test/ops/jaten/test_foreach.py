@@ -39,11 +39,7 @@ ROWS += [("_foreach_add", i64), ("_foreach_div", i64), ("_foreach_sqrt", i64)]
 ROWS += [("_foreach_add", bf16), ("_foreach_addcdiv", bf16), ("_foreach_norm", bf16)]
 ROWS += [("_foreach_mul", c64), ("_foreach_abs", c64), ("_foreach_norm", c64)]
 
-
-@pytest.fixture(autouse=True)
-def env():
-  with torchax.default_env() as environment:
-    yield environment
+pytestmark = pytest.mark.usefixtures("env")
 
 
 def copies(tree):

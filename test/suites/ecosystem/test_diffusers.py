@@ -5,8 +5,6 @@ import copy
 import pytest
 import torch
 
-import torchax
-
 diffusers = pytest.importorskip(
   "diffusers", reason="the extra `ecosystem` is not installed"
 )
@@ -15,11 +13,7 @@ LIBRARY, DISTRIBUTION = "diffusers", "diffusers"
 LINES = '`torchax.enable_globally()`; `pipeline.to("jax")`'
 STEPS = 2
 
-
-@pytest.fixture(autouse=True)
-def environment():
-  with torchax.default_env():
-    yield
+pytestmark = pytest.mark.usefixtures("env")
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,6 @@ import pytest
 import torch
 from torch import nn
 
-import torchax
-
 gymnasium = pytest.importorskip(
   "gymnasium", reason="the extra `ecosystem` is not installed"
 )
@@ -15,11 +13,7 @@ LIBRARY, DISTRIBUTION = "gymnasium", "gymnasium"
 LINES = '`torchax.enable_globally()`; `device="jax"`'
 LENGTH, SIDE = 8, 4
 
-
-@pytest.fixture(autouse=True)
-def environment():
-  with torchax.default_env():
-    yield
+pytestmark = pytest.mark.usefixtures("env")
 
 
 class Corridor(gymnasium.Env):

@@ -5,19 +5,13 @@ import importlib
 import pytest
 import torch
 
-import torchax
-
 peft = pytest.importorskip("peft", reason="the extra `ecosystem` is not installed")
 huggingface = importlib.import_module("models.huggingface")
 
 LIBRARY, DISTRIBUTION = "peft", "peft"
 LINES = '`torchax.enable_globally()`; `model.to("jax")`'
 
-
-@pytest.fixture(autouse=True)
-def environment():
-  with torchax.default_env():
-    yield
+pytestmark = pytest.mark.usefixtures("env")
 
 
 def _base():

@@ -7,8 +7,6 @@ import pytest
 import torch
 from ops.harness import floats, ints
 
-import torchax
-
 torchmetrics = pytest.importorskip(
   "torchmetrics", reason="the extra `ecosystem` is not installed"
 )
@@ -18,12 +16,6 @@ for part in ("retrieval", "text", "segmentation", "image"):
 LIBRARY, DISTRIBUTION = "torchmetrics", "torchmetrics"
 LINES = '`torchax.enable_globally()`; `metric.to("jax")`'
 CLASSES, COUNT = 4, 16
-
-
-@pytest.fixture(autouse=True)
-def environment():
-  with torchax.default_env():
-    yield
 
 
 SCORES = floats(COUNT, CLASSES).softmax(-1)
@@ -81,7 +73,10 @@ WIDE = {
     QUERIES,
   ),
 }
-pytestmark = pytest.mark.filterwarnings("ignore:Metric `SpearmanCorrcoef`")
+pytestmark = [
+  pytest.mark.filterwarnings("ignore:Metric `SpearmanCorrcoef`"),
+  pytest.mark.usefixtures("env"),
+]
 
 
 def _compute(row, device: str):

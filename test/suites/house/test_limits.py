@@ -3,15 +3,10 @@
 import pytest
 import torch
 
-import torchax
 from torchax import errors
 from torchax.interop import jax_jit, jax_value_and_grad
 
-
-@pytest.fixture(autouse=True)
-def environment():
-  with torchax.default_env():
-    yield
+pytestmark = pytest.mark.usefixtures("env")
 
 
 def _numbers() -> torch.Tensor:

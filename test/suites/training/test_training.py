@@ -5,17 +5,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import torchax
 from torchax.interop import JittableModule, jax_jit, jax_value_and_grad
 
 # Rounding differs if XLA fuses a compiled step; the draws are equal.
 ROUNDING = {"rtol": 2e-5, "atol": 2e-6}
 
-
-@pytest.fixture(autouse=True)
-def _enabled():
-  with torchax.default_env():
-    yield
+pytestmark = pytest.mark.usefixtures("env")
 
 
 def _transformer(seed: int, dropout: float = 0.2) -> nn.Module:

@@ -15,12 +15,6 @@ POW2 = {"x": {1: "pow2"}}
 WORDS, WIDTH, HEADS, MOST = 32, 16, 2, 16
 
 
-@pytest.fixture(autouse=True)
-def env():
-  with torchax.default_env() as environment:
-    yield environment
-
-
 def programs(jitted):
   return jitted._jitted._counted.programs
 
