@@ -8,7 +8,7 @@ its views inside its own XLA program. The steps are in `view_steps.py`.
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -42,137 +42,118 @@ from torchax.core.view_steps import (
 _INT32 = range(-(2**31), 2**31)  # starts that can be operands
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class TracedIndexInfo(ViewInfo):
-  """One element along `dim` at a traced index, or a slice that starts there.
-
-  An index outside the dimension reads and writes `out_of_range.fill_value`. A slice
-  must be inside.
-  """
-
-  dim: int
-  index: jax.Array
-  length: int | None = None
-  view_info_type: ClassVar = ViewInfoType.SELECT
-  picks = False
-
-  def transform_tensor(self, jax_array):
-    moving = MovingInfo(self.dim, self.length, is_traced=True)
-    return moving.transform_tensor(jax_array, self.index)
-
-  def update_tensor(self, new_value, jax_array):
-    moving = MovingInfo(self.dim, self.length, is_traced=True)
-    return moving.update_tensor(new_value, jax_array, self.index)
-
-
 @dataclasses.dataclass(frozen=True)
-class MovingInfo:
+class MovingInfo(ViewInfo):
   """Slice of known length along one dimension, whose start is an operand.
+
+  A traced index outside the dimension reads and writes `out_of_range.fill_value`. A
+  slice must be inside.
 
   Attributes:
     dim: the dimension.
     length: length of the slice; None for a single element, which removes the dimension.
-    is_traced: the index is a tracer and may be out of range.
+    is_traced: the start is a tracer, and the index may be out of range.
+    start: the start, which is not compared; None in a `MovingChain`.
   """
 
   dim: int
   length: int | None
   is_traced: bool = False
-  overlaps: ClassVar[bool] = False
+  start: Any = dataclasses.field(default=None, compare=False)
+  view_info_type: ClassVar = ViewInfoType.SELECT
 
   @property
   def picks(self) -> bool:
     """True unless the index may be out of range."""
     return not self.is_traced
 
-  def transform_tensor(self, jax_array: jax.Array, start: jax.Array) -> jax.Array:
-    """Return the slice of an array."""
-    if self.length is None:
-      row = lax.dynamic_index_in_dim(jax_array, start, self.dim, keepdims=False)
-      return self._fill_invalid(row, jax_array, start)
-    return lax.dynamic_slice_in_dim(jax_array, start, self.length, self.dim)
+  def at(self, start) -> "MovingInfo":
+    """Return the slice with another start."""
+    return MovingInfo(self.dim, self.length, self.is_traced, start)
 
-  def view_numpy(self, array: np.ndarray, start) -> np.ndarray:
-    """Return the slice of a numpy array."""
-    part = start if self.length is None else slice(start, start + self.length)
+  def transform_tensor(self, jax_array: jax.Array) -> jax.Array:
+    if self.length is None:
+      row = lax.dynamic_index_in_dim(jax_array, self.start, self.dim, keepdims=False)
+      return self._fill_invalid(row, jax_array)
+    return lax.dynamic_slice_in_dim(jax_array, self.start, self.length, self.dim)
+
+  def view_numpy(self, array: np.ndarray) -> np.ndarray:
+    start, length = self.start, self.length
+    part = start if length is None else slice(start, start + length)
     return array[(slice(None),) * self.dim + (part,)]
 
-  def update_tensor(self, new_value, jax_array, start) -> jax.Array:
-    """Return the array with `new_value` in its slice."""
+  def update_tensor(self, new_value: jax.Array, jax_array: jax.Array) -> jax.Array:
     if self.length is None:
-      new_value = self._fill_invalid(new_value, jax_array, start)
+      new_value = self._fill_invalid(new_value, jax_array)
       new_value = jnp.expand_dims(new_value, self.dim)
     if 0 in new_value.shape:
       return jax_array
-    return put_slice(jax_array, new_value, self.dim, jnp.asarray(start))
+    return put_slice(jax_array, new_value, self.dim, jnp.asarray(self.start))
 
-  def _fill_invalid(self, row, jax_array, start) -> jax.Array:
+  def _fill_invalid(self, row, jax_array) -> jax.Array:
     if not self.is_traced:
       return row
     size = jax_array.shape[self.dim]
     return out_of_range.fill_invalid(
-      row, out_of_range.is_out_of_range(start, size, wraps=True)
+      row, out_of_range.is_out_of_range(self.start, size, wraps=True)
     )
 
 
-def _moving(info: ViewInfo) -> tuple[MovingInfo, Any] | None:
-  """Return a step as a `MovingInfo` and its start; None if it is no plain slice."""
-  if isinstance(info, TracedIndexInfo):
-    return MovingInfo(info.dim, info.length, is_traced=True), info.index
-  if isinstance(info, IndexInfo):
-    return (MovingInfo(info.dim, None), info.index) if info.index in _INT32 else None
+def _moving(info: ViewInfo) -> MovingInfo | None:
+  """Return a step as a `MovingInfo`; None if it is no plain slice."""
+  if isinstance(info, MovingInfo):
+    return info
+  if isinstance(info, IndexInfo) and info.index in _INT32:
+    return MovingInfo(info.dim, None, start=info.index)
   if isinstance(info, NarrowInfo):
     *before, (start, stop, step) = info.slices
-    is_whole = all(part == (None, None, None) for part in before)
-    if is_whole and step == 1 and start is not None and stop is not None:
-      info_of_slice = MovingInfo(len(before), stop - start)
-      return (info_of_slice, start) if start in _INT32 else None
+    is_plain = step == 1 and all(part == (None, None, None) for part in before)
+    if is_plain and start is not None and stop is not None and start in _INT32:
+      return MovingInfo(len(before), stop - start, start=start)
   return None
 
 
-def _write_through(steps: list, base: jax.Array, value: jax.Array) -> jax.Array:
+def _write_through(infos: Sequence, base: jax.Array, value: jax.Array) -> jax.Array:
   """Return `base` after writing `value` to the view of it.
 
   If a step repeats an element, that step and all later ones are written as one.
   Otherwise the other copies of the element would overwrite the new value.
 
   Args:
-    steps: pairs of a `ViewInfo` and its starts; only a `MovingInfo` has starts.
+    infos: the steps.
     base: the array that the first step reads.
     value: an array with the shape of the view.
   """
   sources = [base]
-  for info, start in steps[:-1]:
-    sources.append(info.transform_tensor(sources[-1], *start))
-  end = len(steps)
+  for info in infos[:-1]:
+    sources.append(info.transform_tensor(sources[-1]))
+  end = len(infos)
   while end:
-    first = _first_of_write(steps, end)
-    info, start = steps[first]
+    first = _first_of_write(infos, end)
     if first == end - 1:
-      value = info.update_tensor(value, sources[first], *start)
+      value = infos[first].update_tensor(value, sources[first])
     else:
-      value = _write_picked(steps[first:end], sources[first], value)
+      value = _write_picked(infos[first:end], sources[first], value)
     end = first
   return value
 
 
-def _first_of_write(steps: list, end: int) -> int:
+def _first_of_write(infos: Sequence, end: int) -> int:
   """Return the index of the first step before `end` that must be merged into one."""
   first = end - 1
   for index in range(end - 1, -1, -1):
-    info, _ = steps[index]
-    if not (info.picks or isinstance(info, StopGradientInfo)):
+    if not (infos[index].picks or isinstance(infos[index], StopGradientInfo)):
       break
-    first = index if info.overlaps else first
+    first = index if infos[index].overlaps else first
   return first
 
 
-def _write_picked(steps: list, source: jax.Array, value: jax.Array) -> jax.Array:
+def _write_picked(infos: Sequence, source: jax.Array, value: jax.Array) -> jax.Array:
   picked = jnp.arange(source.size).reshape(source.shape)
-  for info, start in steps:
-    picked = info.transform_tensor(picked, *start)
+  for info in infos:
+    picked = info.transform_tensor(picked)
   flat = source.ravel()
-  if any(isinstance(info, StopGradientInfo) for info, _ in steps):
+  if any(isinstance(info, StopGradientInfo) for info in infos):
     value = grad_mode.with_derivative_of(flat[picked], value)
   return flat.at[picked].set(value).reshape(source.shape)
 
@@ -180,7 +161,7 @@ def _write_picked(steps: list, source: jax.Array, value: jax.Array) -> jax.Array
 class MovingChain:
   """Chain whose slices take their starts as operands: one program for all starts.
 
-  Reads and writes take (base array, starts) for the base.
+  Its methods are those of `Chain`, with (base array, starts) for the base.
   """
 
   __slots__ = ("infos",)
@@ -188,28 +169,27 @@ class MovingChain:
   def __init__(self, infos: tuple):
     self.infos = infos
 
-  def _steps(self, starts):
-    for index, info in enumerate(self.infos):
-      yield info, ((starts[index],) if isinstance(info, MovingInfo) else ())
+  def _at(self, starts) -> "Chain":
+    return Chain(
+      tuple(
+        [
+          info.at(starts[index]) if isinstance(info, MovingInfo) else info
+          for index, info in enumerate(self.infos)
+        ]
+      )
+    )
 
   def read(self, base_and_starts) -> jax.Array:
-    """Return the view of a base array."""
     base, starts = base_and_starts
-    for info, start in self._steps(starts):
-      base = info.transform_tensor(base, *start)
-    return base
+    return self._at(starts).read(base)
 
   def view_numpy(self, base_and_starts) -> np.ndarray:
-    """Return the view of a numpy array; the starts are concrete."""
     base, starts = base_and_starts
-    for info, start in self._steps(starts):
-      base = info.view_numpy(base, *start)
-    return base
+    return self._at(starts).view_numpy(base)
 
   def write(self, base_and_starts, value: jax.Array) -> jax.Array:
-    """Return the base array after writing `value` to the view."""
     base, starts = base_and_starts
-    return _write_through(list(self._steps(starts)), base, value)
+    return self._at(starts).write(base, value)
 
   def __hash__(self):
     return hash(self.infos)
@@ -258,7 +238,7 @@ class Chain:
     longer = None if reference is None else reference()
     if longer is not None:
       return longer
-    if self.moving is not None or type(info) is TracedIndexInfo:
+    if self.moving is not None or type(info) is MovingInfo:
       return Chain((*self.infos, info), moving=True)
     if _moving(info) is not None and self._is_frequent(info):
       return Chain((*self.infos, info), moving=True)
@@ -304,7 +284,7 @@ class Chain:
 
   def write(self, base: jax.Array, value: jax.Array) -> jax.Array:
     """Return the base array after writing `value`, of the view's shape, to the view."""
-    return _write_through([(info, ()) for info in self.infos], base, value)
+    return _write_through(self.infos, base, value)
 
   def __repr__(self):
     return f"Chain{self.infos}"
@@ -324,13 +304,12 @@ def _forget_callback(chain: Chain, info: ViewInfo) -> Callable:
 
 def _forms(infos: tuple[ViewInfo, ...]) -> tuple:
   """Return the steps without the starts of their slices."""
-  forms = map(_moving, infos)
-  return tuple(form[0] if form else info for form, info in zip(forms, infos))
+  found = [(info, _moving(info)) for info in infos]
+  return tuple([info if moving is None else moving.at(None) for info, moving in found])
 
 
 def _as_moving(infos: tuple[ViewInfo, ...]) -> tuple[MovingChain, Any]:
-  forms = map(_moving, infos)
-  starts = [form[1] if form else 0 for form in forms]
+  starts = [0 if moving is None else moving.start for moving in map(_moving, infos)]
   if any(isinstance(start, jax.Array) for start in starts):
     return MovingChain(_forms(infos)), tuple(starts)
   return MovingChain(_forms(infos)), np.array(starts, np.int32)

@@ -53,7 +53,7 @@ class ViewInfo:
 
   view_info_type: ClassVar[ViewInfoType] = ViewInfoType.INVALID
   # True if it selects elements unchanged; False if it converts them.
-  picks: ClassVar[bool] = True
+  picks: ClassVar[Any] = True
 
   # True if the view may contain an element several times.
   overlaps: ClassVar[Any] = False

@@ -119,7 +119,7 @@ class InPlacePlan:
         base = [operand_of(target)]
         if chain.is_traced:
           _require_unrecorded(self.name, args)
-        chain = chain if chain.moving is None else use_moving_form(chain, base)
+        chain = use_moving_form(chain, base)
       bases += base
       writes.append((chain, mappings.t2j_dtype(target.dtype), tuple(target.shape)))
     if self.writes_lists:

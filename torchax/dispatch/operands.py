@@ -344,10 +344,9 @@ def use_moving_form(chain: Chain, operands: list) -> Chain | MovingChain:
   trace the chain is returned unchanged, since XLA optimizes constant starts better;
   traced starts are always operands.
   """
-  moving = chain.moving
-  if moving is None or (jax_compat.is_staging() and not chain.is_traced):
+  if chain.moving is None or (jax_compat.is_staging() and not chain.is_traced):
     return chain
-  moving_chain, starts = moving
+  moving_chain, starts = chain.moving
   operands[-1] = (operands[-1], starts)
   return moving_chain
 

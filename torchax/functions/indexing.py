@@ -15,7 +15,7 @@ import torch
 
 from torchax.compat import jax_compat
 from torchax.core import mappings, out_of_range
-from torchax.core.chains import TracedIndexInfo
+from torchax.core.chains import MovingInfo
 from torchax.core.error_messages import not_assignable
 from torchax.core.storage import ReadOnly, WithoutDevice
 from torchax.dispatch.views import stop_without_grad
@@ -219,7 +219,7 @@ def _element(tensor: Tensor, dim: int, number: Tensor) -> Tensor:
   # For torch a view of element 0; the chain has the traced index.
   element = tensor.select(dim, 0)
   index = number.jax().astype(jnp.int32)
-  chain = tensor._chain.append(TracedIndexInfo(dim, index))
+  chain = tensor._chain.append(MovingInfo(dim, None, True, index))
   element._chain = stop_without_grad(chain)
   return element
 
@@ -247,7 +247,7 @@ def slice_from(tensor: Tensor, index: tuple, dim: int, start, length: int) -> Te
     rows._storage = ReadOnly(rows._storage.read())
     return rows
   piece = view.narrow(dim, 0, length)
-  chain = view._chain.append(TracedIndexInfo(dim, first, length))
+  chain = view._chain.append(MovingInfo(dim, length, True, first))
   piece._chain = stop_without_grad(chain)
   return piece
 
