@@ -46,20 +46,8 @@ def _register(name, lowering):
   globals()[lowering.__name__] = register(lowering)
 
 
-def _float_unary(function):
-  return lambda self: function(to_float(self))
-
-
-def _exact_unary(function):
-  return lambda self: self if is_exact(self) else function(self)
-
-
 def _binary(function):
   return lambda self, other: function(*promote(self, other))
-
-
-def _float_binary(function):
-  return lambda self, other: function(*map(to_float, promote(self, other)))
 
 
 _OPERATORS = ("lt", "le", "gt", "ge")
@@ -187,21 +175,14 @@ LOGICAL = {
 }
 
 
-def _plain_unary(function):
-  return lambda self: function(self)
-
-
-def _plain_binary(function):
-  return lambda self, other: function(self, other)
-
-
+# Function of the table -> lowering.
 TABLES = (
-  (FLOAT_UNARY, _float_unary),
-  (EXACT_UNARY, _exact_unary),
-  (PLAIN_UNARY, _plain_unary),
+  (FLOAT_UNARY, lambda f: lambda self: f(to_float(self))),
+  (EXACT_UNARY, lambda f: lambda self: self if is_exact(self) else f(self)),
+  (PLAIN_UNARY, lambda f: lambda self: f(self)),
   (BINARY, _binary),
-  (FLOAT_BINARY, _float_binary),
-  (LOGICAL, _plain_binary),
+  (FLOAT_BINARY, lambda f: lambda self, other: f(*map(to_float, promote(self, other)))),
+  (LOGICAL, lambda f: lambda self, other: f(self, other)),
 )
 for _table, _wrap in TABLES:
   for _name, _function in _table.items():

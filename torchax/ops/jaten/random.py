@@ -93,13 +93,9 @@ def _aten_randn_like(key, self, *, dtype=None):
   return samplers.normal(key, self.shape, dtype)
 
 
-def _check_uniform(self, from_=0.0, to=1.0, **_):
-  require_interval(from_, to, self.dtype)
-
-
 @_sampler(
   aten.uniform,
-  check=_check_uniform,
+  check=lambda self, from_=0.0, to=1.0, **_: require_interval(from_, to, self.dtype),
   shared_bits=lambda self, *bounds: _words(self.shape, mappings.j2t_dtype(self.dtype)),
 )
 def _aten_uniform(key, self, from_=0.0, to=1.0):
@@ -107,13 +103,9 @@ def _aten_uniform(key, self, from_=0.0, to=1.0):
   return samplers.uniform(key, self.shape, dtype, from_, to)
 
 
-def _check_normal(self, mean=0.0, std=1.0, **_):
-  require_std(std)
-
-
 @_sampler(
   aten.normal_functional,
-  check=_check_normal,
+  check=lambda self, mean=0.0, std=1.0, **_: require_std(std),
   distribution="normal",
   shared_bits=lambda self, *given: _words(self.shape, mappings.j2t_dtype(self.dtype)),
 )
@@ -376,15 +368,12 @@ def _scale_kept(self, mask, scale):
 # One distribution for all elements --------------------------------------------------
 
 
-def _check_positive(name: str, parameter: str):
-  def check(self, value=1.0, *args, **_):
-    if not value > 0:
-      raise RuntimeError(f"{name} expects {parameter} > 0.0, but found {value}.")
-
-  return check
+def _check_exponential(self, lambd=1.0, **_):
+  if not lambd > 0:
+    raise RuntimeError(f"exponential_ expects lambda > 0.0, but found {lambd}.")
 
 
-@_sampler(aten.exponential, check=_check_positive("exponential_", "lambda"))
+@_sampler(aten.exponential, check=_check_exponential)
 def _aten_exponential(key, self, lambd=1.0):
   dtype = require_float("exponential_", self.dtype, error=RuntimeError)
   return samplers.exponential(key, self.shape, dtype, rate=lambd)

@@ -379,32 +379,23 @@ def _chebyshev_step(k, x, current, previous):
   return 2 * x * current - previous
 
 
-def _hermite_step(k, x, current, previous):
-  return 2 * (x * current - k * previous)
-
-
-def _hermite_e_step(k, x, current, previous):
-  return x * current - k * previous
-
-
-def _laguerre_step(k, x, current, previous):
-  return ((2 * k + 1 - x) * current - k * previous) / (k + 1)
-
-
-def _legendre_step(k, x, current, previous):
-  return ((2 * k + 1) * x * current - k * previous) / (k + 1)
-
-
-# Polynomial of degree 1, and recurrence: Abramowitz & Stegun, table 22.7.
+# Polynomial of degree 1, and polynomial of degree k + 1 from those of degrees k and
+# k - 1, a and b: Abramowitz & Stegun, table 22.7.
 POLYNOMIALS = {
   "chebyshev_polynomial_t": (lambda x: x, _chebyshev_step),
   "chebyshev_polynomial_u": (lambda x: 2 * x, _chebyshev_step),
   "chebyshev_polynomial_v": (lambda x: 2 * x - 1, _chebyshev_step),
   "chebyshev_polynomial_w": (lambda x: 2 * x + 1, _chebyshev_step),
-  "hermite_polynomial_h": (lambda x: 2 * x, _hermite_step),
-  "hermite_polynomial_he": (lambda x: x, _hermite_e_step),
-  "laguerre_polynomial_l": (lambda x: 1 - x, _laguerre_step),
-  "legendre_polynomial_p": (lambda x: x, _legendre_step),
+  "hermite_polynomial_h": (lambda x: 2 * x, lambda k, x, a, b: 2 * (x * a - k * b)),
+  "hermite_polynomial_he": (lambda x: x, lambda k, x, a, b: x * a - k * b),
+  "laguerre_polynomial_l": (
+    lambda x: 1 - x,
+    lambda k, x, a, b: ((2 * k + 1 - x) * a - k * b) / (k + 1),
+  ),
+  "legendre_polynomial_p": (
+    lambda x: x,
+    lambda k, x, a, b: ((2 * k + 1) * x * a - k * b) / (k + 1),
+  ),
 }
 
 
