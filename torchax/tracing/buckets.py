@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 
 from torchax.compat.user_code import name_of, signature_of
-from torchax.tracing.program_keys import parameter_names
+from torchax.tracing.program_keys import argument_name, parameter_names
 
 Sizes = str | Sequence[int] | Callable[[int], int]
 """Sizes of the buckets of a dimension: "pow2", all of them, or a function of a size."""
@@ -48,7 +48,6 @@ class Buckets:
   def __init__(
     self, function: Callable, buckets: Any, options: dict[str, Any], leading: int
   ):
-    self._leading = leading
     name = name_of(function)
     is_mapping = isinstance(buckets, Mapping)
     if not is_mapping or not all(isinstance(v, Mapping) for v in buckets.values()):
@@ -56,7 +55,7 @@ class Buckets:
         'buckets expects sizes by argument name and dimension, such as {"x": {1: '
         f'"pow2"}}}}, but got {buckets!r}.'
       )
-    self._names = parameter_names(function)
+    self._names = [""] * leading + parameter_names(function)
     _check_names(function, name, list(buckets))
     for argument, dims in buckets.items():
       for dim, sizes in dims.items():
@@ -74,12 +73,7 @@ class Buckets:
     found = {}
     tree = jax.tree.unflatten(treedef, leaves)
     for index, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
-      which, first = path[:2]
-      if which.idx == 1:
-        name = str(first.key)
-      else:
-        position = first.idx - self._leading
-        name = self._names[position] if 0 <= position < len(self._names) else ""
+      name = argument_name(path, self._names)
       if name in self._sizes:
         shape = self.padded_shape(name, leaf)
         if shape != tuple(leaf.shape):

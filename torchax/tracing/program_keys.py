@@ -77,14 +77,18 @@ def arguments(
   """Yield the leaves of the arguments, static ones and arrays, with their names."""
   parameters = parameter_names(function)
   found, _ = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=_is_static)
-  for (which, first, *path), leaf in found:
-    if which.idx == 1:
-      name = str(first.key)
-    elif first.idx < len(parameters):
-      name = parameters[first.idx]
-    else:
-      name = f"argument {first.idx}"
-    yield name + jax.tree_util.keystr(tuple(path)), leaf
+  for path, leaf in found:
+    name = argument_name(path, parameters)
+    yield name + jax.tree_util.keystr(path[2:]), leaf
+
+
+def argument_name(path: tuple, parameters: list[str]) -> str:
+  """Return the name of the argument that has a leaf of the tree (args, kwargs)."""
+  which, first = path[:2]
+  if which.idx == 1:
+    return str(first.key)
+  is_named = first.idx < len(parameters)
+  return parameters[first.idx] if is_named else f"argument {first.idx}"
 
 
 def captured_names(traced) -> list[str]:
