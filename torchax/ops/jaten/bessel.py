@@ -9,15 +9,13 @@ Around 0 the Airy function is a Chebyshev series in x. Beyond, the amplitudes of
 asymptotic forms are series (DLMF, 9.7.5 and 9.7.9).
 """
 
-import functools
 import math
 
 import jax.numpy as jnp
 from jax import lax
 
 from torchax.ops.builtin import op
-from torchax.ops.jaten.special import chebyshev
-from torchax.ops.promotion import to_float
+from torchax.ops.jaten.special import chebyshev, in_floats
 from torchax.registry.names import aten
 
 # Chebyshev coefficients c₀ … cₙ of Σ cₖ Tₖ(t), fitted with mpmath at 40 digits.
@@ -121,18 +119,6 @@ OSCILLATORY_BOUND = 8.0
 DECAYING_BOUND = 2.0
 
 
-def _in_floats(function):
-  """Make `function` accept integers, and compute half precision in float32."""
-
-  @functools.wraps(function)
-  def with_float_input(self):
-    value = to_float(self)
-    wide = value.astype(jnp.promote_types(value.dtype, jnp.float32))
-    return function(wide).astype(value.dtype)
-
-  return with_float_input
-
-
 def _small(x, bound):
   """Return the variable t of a series in x² on [0, bound]; finite for larger x."""
   return 2 * jnp.square(jnp.minimum(x, bound) / bound) - 1
@@ -177,31 +163,31 @@ def _bessel_y(order, x):
 
 
 @op(aten.special_bessel_j0)
-@_in_floats
+@in_floats
 def _aten_special_bessel_j0(self):
   return _bessel_j(0, jnp.abs(self))
 
 
 @op(aten.special_bessel_j1)
-@_in_floats
+@in_floats
 def _aten_special_bessel_j1(self):
   return jnp.sign(self) * _bessel_j(1, jnp.abs(self))
 
 
 @op(aten.special_bessel_y0)
-@_in_floats
+@in_floats
 def _aten_special_bessel_y0(self):
   return _bessel_y(0, self)
 
 
 @op(aten.special_bessel_y1)
-@_in_floats
+@in_floats
 def _aten_special_bessel_y1(self):
   return _bessel_y(1, self)
 
 
 @op(aten.special_spherical_bessel_j0)
-@_in_floats
+@in_floats
 def _aten_special_spherical_bessel_j0(x):
   """Compute sin(x) / x; 1 at 0 and 0 at infinity."""
   return jnp.where(jnp.isinf(x), 0, jnp.sinc(x / math.pi))
@@ -211,25 +197,25 @@ def _aten_special_spherical_bessel_j0(x):
 
 
 @op(aten.i0, aten.special_i0, aten.special_modified_bessel_i0)
-@_in_floats
+@in_floats
 def _aten_i0(self):
   return lax.bessel_i0e(self) * jnp.exp(jnp.abs(self))
 
 
 @op(aten.special_i0e)
-@_in_floats
+@in_floats
 def _aten_i0e(self):
   return lax.bessel_i0e(self)
 
 
 @op(aten.special_i1, aten.special_modified_bessel_i1)
-@_in_floats
+@in_floats
 def _aten_special_i1(self):
   return lax.bessel_i1e(self) * jnp.exp(jnp.abs(self))
 
 
 @op(aten.special_i1e)
-@_in_floats
+@in_floats
 def _aten_special_i1e(self):
   return lax.bessel_i1e(self)
 
@@ -258,25 +244,25 @@ def _scaled_bessel_k(order, x):
 
 
 @op(aten.special_scaled_modified_bessel_k0)
-@_in_floats
+@in_floats
 def _aten_special_scaled_modified_bessel_k0(x):
   return _scaled_bessel_k(0, x)
 
 
 @op(aten.special_scaled_modified_bessel_k1)
-@_in_floats
+@in_floats
 def _aten_special_scaled_modified_bessel_k1(x):
   return _scaled_bessel_k(1, x)
 
 
 @op(aten.special_modified_bessel_k0)
-@_in_floats
+@in_floats
 def _aten_special_modified_bessel_k0(self):
   return _scaled_bessel_k(0, self) * jnp.exp(-self)
 
 
 @op(aten.special_modified_bessel_k1)
-@_in_floats
+@in_floats
 def _aten_special_modified_bessel_k1(self):
   return _scaled_bessel_k(1, self) * jnp.exp(-self)
 
@@ -361,7 +347,7 @@ def _oscillating(x):
 
 
 @op(aten.special_airy_ai)
-@_in_floats
+@in_floats
 def _aten_special_airy_ai(x):
   """Compute Ai(x); NaN at both infinities, as in torch."""
   value = jnp.where(x < LEFT_BOUND, _oscillating(x), _near(x))

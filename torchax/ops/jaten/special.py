@@ -28,7 +28,7 @@ def chebyshev(coefficients: tuple[float, ...], t: jax.Array) -> jax.Array:
   return coefficients[0] + t * last - before_last
 
 
-def _in_floats(function):
+def in_floats(function):
   """Make a function promote its operands to one float dtype, at least float32.
 
   The result is converted to the promoted dtype.
@@ -48,13 +48,13 @@ def _in_floats(function):
 
 
 @op(aten.lgamma, aten.special_gammaln)
-@_in_floats
+@in_floats
 def _aten_lgamma(self):
   return lax.lgamma(self)
 
 
 @op(aten.digamma, aten.special_digamma, aten.special_psi)
-@_in_floats
+@in_floats
 def _aten_digamma(self):
   """Compute digamma; as in torch, a signed zero gives infinity of opposite sign."""
   pole = -jnp.copysign(jnp.asarray(math.inf, self.dtype), self)
@@ -148,7 +148,7 @@ def _aten_polygamma(n, self):
     left = -math.pi * _derivative_of_cotangent(inside, *reflection) - sign * right
     return jnp.where(is_left, left, right)
 
-  return _in_floats(reflected if reflection else from_zeta)(self)
+  return in_floats(reflected if reflection else from_zeta)(self)
 
 
 @op(aten.polygamma_.default, kind=Kind.TENSORS)
@@ -168,7 +168,7 @@ def _aten_mvlgamma(self, p):
     terms = sum(lax.lgamma(x - i / 2) for i in range(p))
     return terms + p * (p - 1) / 4 * math.log(math.pi)
 
-  return _in_floats(sum_of_lgamma)(self)
+  return in_floats(sum_of_lgamma)(self)
 
 
 def _broadcast_operands(function):
@@ -178,12 +178,12 @@ def _broadcast_operands(function):
 @op(aten.igamma, aten.special_gammainc)
 def _aten_igamma(self, other):
   """Compute the regularized lower incomplete gamma function P(self, other)."""
-  return _in_floats(_broadcast_operands(lax.igamma))(self, other)
+  return in_floats(_broadcast_operands(lax.igamma))(self, other)
 
 
 @op(aten.igammac, aten.special_gammaincc)
 def _aten_igammac(self, other):
-  return _in_floats(_broadcast_operands(lax.igammac))(self, other)
+  return in_floats(_broadcast_operands(lax.igammac))(self, other)
 
 
 def _zeta_of_positive(exponent, offset):
@@ -225,7 +225,7 @@ def _aten_special_zeta(self, other):
 
   It is infinite at other = 0, -1, -2, …
   """
-  return _in_floats(_broadcast_operands(_hurwitz_zeta))(self, other)
+  return in_floats(_broadcast_operands(_hurwitz_zeta))(self, other)
 
 
 # --- Error functions and entropies --------------------------------------------------
@@ -257,14 +257,14 @@ def _erfcx(x):
 
 
 @op(aten.special_erfcx)
-@_in_floats
+@in_floats
 def _aten_special_erfcx(self):
   """Compute exp(x²) erfc(x) without overflow of the factors."""
   return _erfcx(self)
 
 
 @op(aten.erfinv, aten.special_erfinv)
-@_in_floats
+@in_floats
 def _aten_erfinv(self):
   """Refine XLA's approximation with one Newton step.
 
@@ -282,19 +282,19 @@ def _aten_erfinv(self):
 
 
 @op(aten.special_ndtr)
-@_in_floats
+@in_floats
 def _aten_special_ndtr(self):
   return special.ndtr(self)
 
 
 @op(aten.special_ndtri)
-@_in_floats
+@in_floats
 def _aten_special_ndtri(self):
   return special.ndtri(self)
 
 
 @op(aten.special_log_ndtr)
-@_in_floats
+@in_floats
 def _aten_special_log_ndtr(self):
   """Compute log(ndtr); below -1 from erfcx, which does not underflow."""
   half = self / math.sqrt(2)
@@ -304,7 +304,7 @@ def _aten_special_log_ndtr(self):
 
 
 @op(aten.special_entr)
-@_in_floats
+@in_floats
 def _aten_special_entr(self):
   """Compute -x log(x): 0 at 0, -inf below, NaN for NaN."""
   positive = jnp.where(self > 0, self, 1)
@@ -313,7 +313,7 @@ def _aten_special_entr(self):
 
 
 @op(aten.special_xlog1py)
-@_in_floats
+@in_floats
 def _aten_special_xlog1py(self, other):
   """Compute x log1p(y); 0 * log1p(y) is 0 for every y except NaN."""
   product = jnp.where(self == 0, 0.0, self * jnp.log1p(other))
@@ -329,7 +329,7 @@ def _aten_logit(self, eps=None):
       x = jnp.clip(x, eps, 1 - eps)
     return jnp.log(x / (1 - x))
 
-  return _in_floats(log_odds)(self)
+  return in_floats(log_odds)(self)
 
 
 @op(aten.logit_backward)
@@ -342,7 +342,7 @@ def _aten_logit_backward(grad_output, self, eps=None):
       return jnp.where((x < 0) | (x > 1), math.nan, slope)
     return jnp.where((x < eps) | (x > 1 - eps), 0, slope)
 
-  return _in_floats(gradient)(grad_output, self)
+  return in_floats(gradient)(grad_output, self)
 
 
 # --- Orthogonal polynomials ---------------------------------------------------------
@@ -372,7 +372,7 @@ def _polynomial(x, n, first, step):
     highest = jnp.max(degree, initial=0)
     return lax.fori_loop(1, highest, advance, (one, linear, start))[2]
 
-  return _in_floats(evaluate)(x, n)
+  return in_floats(evaluate)(x, n)
 
 
 def _chebyshev_step(k, x, current, previous):
