@@ -183,8 +183,7 @@ class DeviceProperties:
 
 
 def _jax_device(device):
-  index = placement.checked_index(device)
-  return placement.jax_device(current_device() if index is None else index)
+  return placement.jax_device(placement.index_of(device))
 
 
 def get_device_name(device: Device = None) -> str:

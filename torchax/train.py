@@ -9,8 +9,9 @@ from typing import Any, TypeVar, Unpack
 
 import jax
 import torch
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
+from torchax.core import explicit_axes
 from torchax.environment import env_on
 from torchax.interop import call_jax, gradient_checkpoint, jax_value_and_grad, scan
 from torchax.interop.jit_options import CheckpointOptions
@@ -64,13 +65,11 @@ def mark_sharding(x: Sharded, shardings: Any) -> Sharded:
       is_leaf=lambda s: isinstance(s, PartitionSpec),
     )
   leaves = jax.tree.leaves(shardings, is_leaf=lambda s: isinstance(s, PartitionSpec))
-  if any(isinstance(s, NamedSharding) and _is_explicit(s) for s in leaves):
+  if any(
+    isinstance(s, NamedSharding) and explicit_axes.is_explicit(s.mesh) for s in leaves
+  ):
     return call_jax(jax.sharding.reshard, x, shardings)
   return call_jax(jax.lax.with_sharding_constraint, x, shardings)
-
-
-def _is_explicit(sharding: NamedSharding) -> bool:
-  return AxisType.Explicit in sharding.mesh.axis_types
 
 
 def remat(fun: Callable[P, R], **kwargs: Unpack[CheckpointOptions]) -> Callable[P, R]:

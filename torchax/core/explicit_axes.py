@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from torchax.compat import jax_compat
-from torchax.core import program_limit
+from torchax.compat.user_code import name_of
 from torchax.core.bounded_cache import BoundedCache
 from torchax.core.partitions import Partition, is_array
 from torchax.errors import ShardingError
@@ -32,11 +32,12 @@ def mesh_of(array) -> AbstractMesh | None:
   """Return the mesh of an array if it has explicit axes, else None."""
   aval = getattr(array, "aval", None)
   mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
-  return mesh if mesh is not None and _is_explicit(mesh) else None
+  return mesh if mesh is not None and is_explicit(mesh) else None
 
 
 @functools.lru_cache(maxsize=256)
-def _is_explicit(mesh) -> bool:
+def is_explicit(mesh) -> bool:
+  """Return True for a mesh with explicit axes."""
   return AxisType.Explicit in mesh.axis_types
 
 
@@ -89,7 +90,7 @@ def with_explicit_axes(function: Callable, is_reused: bool = True) -> Callable:
     function: a function of trees of arrays.
     is_reused: it is called more than once, so its result shardings are cached.
   """
-  name = program_limit.name_of(function)
+  name = name_of(function)
 
   def explicit(*operands):
     return call(function, operands, name, function if is_reused else None)
@@ -139,7 +140,7 @@ def reshard_to_specs(tree: Any, specs: Any, mesh: Mesh | AbstractMesh | None) ->
     mesh: mesh of the `shard_map`; None for the mesh of the context.
   """
   mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
-  if mesh.empty or not _is_explicit(mesh):
+  if mesh.empty or not is_explicit(mesh):
     return tree
 
   def reshard(spec, subtree):

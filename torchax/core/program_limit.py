@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeVar
 
 import jax
 
+from torchax.compat.user_code import name_of
 from torchax.core.bounded_cache import BoundedCache
 
 K = TypeVar("K")
@@ -143,13 +144,6 @@ class Program(Protocol):
   in_traces: Callable
 
   def __call__(self, *operands: Any) -> Any: ...
-
-
-def name_of(function: Callable) -> str:
-  """Return the name of a function or of a `functools.partial`."""
-  while isinstance(function, functools.partial):
-    function = function.func
-  return getattr(function, "__name__", type(function).__name__)
 
 
 class Effort(enum.Enum):

@@ -17,11 +17,6 @@ _IN_USE, _PEAK, _LIMIT = "bytes_in_use", "peak_bytes_in_use", "bytes_limit"
 _peaks: dict[int, list[int]] = {}
 
 
-def _index(device) -> int:
-  index = placement.checked_index(device)
-  return placement.current_index() if index is None else index
-
-
 def memory_stats(device: Device = None) -> OrderedDict[str, Any]:
   """Return `jax.Device.memory_stats()`; empty if JAX keeps none.
 
@@ -34,7 +29,7 @@ def memory_stats(device: Device = None) -> OrderedDict[str, Any]:
   >>> isinstance(memory_stats(), dict)
   True
   """
-  index = _index(device)
+  index = placement.index_of(device)
   if not jax_compat.has_started():
     return OrderedDict()
   return OrderedDict(placement.jax_device(index).memory_stats() or {})
@@ -72,7 +67,7 @@ def max_memory_allocated(device: Device = None) -> int:
   >>> max_memory_allocated() >= memory_allocated()
   True
   """
-  figures, index = memory_stats(device), _index(device)
+  figures, index = memory_stats(device), placement.index_of(device)
   peak, in_use = figures.get(_PEAK, 0), figures.get(_IN_USE, 0)
   if index not in _peaks:
     return peak
@@ -95,7 +90,7 @@ def reset_peak_memory_stats(device: Device = None) -> None:
   True
   """
   figures = memory_stats(device)
-  _peaks[_index(device)] = [figures.get(_PEAK, 0), figures.get(_IN_USE, 0)]
+  _peaks[placement.index_of(device)] = [figures.get(_PEAK, 0), figures.get(_IN_USE, 0)]
 
 
 def reset_accumulated_memory_stats(device: Device = None) -> None:
@@ -109,7 +104,7 @@ def reset_accumulated_memory_stats(device: Device = None) -> None:
 
   >>> reset_accumulated_memory_stats()
   """
-  _index(device)
+  placement.index_of(device)
 
 
 def memory_reserved(device: Device = None) -> int:
@@ -163,7 +158,7 @@ def mem_get_info(device: Device = None) -> tuple[int, int]:
   >>> 0 < free <= total
   True
   """
-  index = _index(device)
+  index = placement.index_of(device)
   placement.jax_device(index)  # starts JAX, which then knows the limit
   figures = memory_stats(index)
   if _LIMIT in figures:
@@ -207,7 +202,7 @@ def memory_summary(device: Device = None, abbreviated: bool = False) -> str:
   Memory of jax:0
   """
   lines = [f"{name}: {value}" for name, value in memory_stats(device).items()]
-  return "\n".join([f"Memory of jax:{_index(device)}", *lines])
+  return "\n".join([f"Memory of jax:{placement.index_of(device)}", *lines])
 
 
 def empty_cache() -> None:

@@ -141,6 +141,16 @@ def current_index() -> int:
   return (default_index() or 0) if _current.index is None else _current.index
 
 
+def index_of(device) -> int:
+  """Return the index of a device, or of the current one if it is None.
+
+  Raises:
+    NoSuchDeviceError: there is no such device.
+  """
+  index = checked_index(device)
+  return current_index() if index is None else index
+
+
 def current_platform() -> str:
   """Return the platform of the current device: "cpu", "cuda", "rocm" or "tpu"."""
   if jax.default_backend() == "cpu":

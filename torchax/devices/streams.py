@@ -68,10 +68,10 @@ class Stream(torch.Stream):
 
   def __new__(cls, device: Device = None, priority: int = 0, **_ignored: Any):
     """Raise NoSuchDeviceError for a device that does not exist."""
-    index = placement.checked_index(device)
+    index = placement.index_of(device)
     torch_compat.register_guard()
     stream = super().__new__(cls, device="jax")
-    stream._index = placement.current_index() if index is None else index
+    stream._index = index
     return stream
 
   def __init__(self, device: Device = None, priority: int = 0, **_ignored: Any):

@@ -22,6 +22,7 @@ from jax import lax
 from torchax.core import mappings, out_of_range
 from torchax.ops.builtin import op
 from torchax.ops.jaten import _on_host
+from torchax.ops.promotion import int64
 from torchax.registry.index_rules import Condition, dimension_rule
 from torchax.registry.names import aten
 
@@ -47,10 +48,6 @@ def multiply_at(array, indices, values):
 
 
 _MASK_DTYPES = (torch.bool, torch.uint8, jnp.dtype(jnp.bool_), jnp.dtype(jnp.uint8))
-
-
-def _int64():
-  return mappings.t2j_dtype(torch.int64)
 
 
 def _is_mask(index) -> bool:
@@ -375,18 +372,18 @@ def _aten_nonzero(self):
   """Return the coordinates of the nonzero elements, shape (n, ndim)."""
   values = _concrete(self, "nonzero")
   rows = np.argwhere(values != 0) if values.ndim else np.zeros((int(values != 0), 0))
-  return jnp.asarray(rows, _int64())
+  return jnp.asarray(rows, int64())
 
 
 @op(aten.nonzero_static, index_results=(0,))
 def _aten_nonzero_static(self, *, size, fill_value=-1):
   """Return the first `size` rows of `nonzero`, padded with `fill_value`."""
   if self.ndim == 0:
-    return jnp.zeros((size, 0), _int64())
+    return jnp.zeros((size, 0), int64())
   if not self.size:
-    return jnp.full((size, self.ndim), fill_value, _int64())
+    return jnp.full((size, self.ndim), fill_value, int64())
   coordinates = jnp.nonzero(self, size=size, fill_value=fill_value)
-  return jnp.stack(coordinates, 1).astype(_int64())
+  return jnp.stack(coordinates, 1).astype(int64())
 
 
 @op(aten.is_nonzero, compiled=False)
