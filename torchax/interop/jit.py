@@ -314,11 +314,7 @@ class Jitted(Generic[P, R]):
     >>> "stablehlo.multiply" in double.lower(torch.ones(2, device="jax")).as_text()
     True
     """
-    leaves, args, kwargs = _flatten(args, kwargs)
-    jitted = self._jit_for(len(args))
-    return self._keyed.try_abstractly(
-      lambda rng: jitted.lower(rng, self.traced.operands(leaves), *args, **kwargs)
-    )
+    return self._abstractly("lower", args, kwargs)
 
   @hide_library_frames
   def trace(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Traced:
@@ -334,10 +330,13 @@ class Jitted(Generic[P, R]):
     >>> [e.primitive.name for e in double.trace(torch.ones(2, device="jax")).jaxpr.eqns]
     ['mul']
     """
+    return self._abstractly("trace", args, kwargs)
+
+  def _abstractly(self, method: str, args, kwargs) -> Any:
     leaves, args, kwargs = _flatten(args, kwargs)
-    jitted = self._jit_for(len(args))
+    run = getattr(self._jit_for(len(args)), method)
     return self._keyed.try_abstractly(
-      lambda rng: jitted.trace(rng, self.traced.operands(leaves), *args, **kwargs)
+      lambda rng: run(rng, self.traced.operands(leaves), *args, **kwargs)
     )
 
   def describe_call(self, args: tuple, kwargs: dict[str, Any]) -> tuple:
@@ -355,28 +354,17 @@ class Jitted(Generic[P, R]):
     """
     leaves, args, kwargs = _flatten(args, kwargs)
     jitted = self._jit_for(len(args))
-    named = self._with_static(args, kwargs)
+    given = (None,) * LEADING + tuple(args)
+    boxed = static_arguments.convert_static(self._kwargs, StaticValue, given, kwargs)
 
     def trace(rng):
       operands = self.traced.operands(leaves)
       (_, effects), advance = jitted.eval_shape(rng, operands, *args, **kwargs)
+      named = boxed[0][LEADING:], boxed[1]
       form = program_keys.key_of_call(self.traced, operands[1] or ORDINARY, *named)
       return form, effects, advance
 
     return self._keyed.try_abstractly(trace)
-
-  def _with_static(self, args: tuple, kwargs: dict[str, Any]) -> tuple:
-    """Box the arguments that are static by number or name."""
-    numbers, names = [
-      (option,) if isinstance(option, int | str) else tuple(option or ())
-      for option in map(self._kwargs.get, ("static_argnums", "static_argnames"))
-    ]
-    # Negative numbers count from the end.
-    positions = {n - LEADING if n >= 0 else n + len(args) for n in numbers}
-    return (
-      tuple([StaticValue(v) if n in positions else v for n, v in enumerate(args)]),
-      {name: StaticValue(v) if name in names else v for name, v in kwargs.items()},
-    )
 
 
 def _apply_effects(effects: Effects, out, leaves, applies: bool, differentiate) -> Any:

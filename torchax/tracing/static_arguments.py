@@ -6,6 +6,7 @@ generator is static by identity; its random state is an operand
 devices, so these are static by value. Wrappers box before a call and unbox after it.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -97,6 +98,23 @@ def box_results(tree, name: str) -> Any:
         "its tensors in a tuple or dict."
       )
   return boxed
+
+
+def convert_static(
+  options: dict, convert: Callable, args: tuple, kwargs: dict
+) -> tuple:
+  """Return the arguments; convert those that options of `jax.jit` name as static."""
+  numbers, names = [
+    (option,) if isinstance(option, int | str) else tuple(option or ())
+    for option in map(options.get, ("static_argnums", "static_argnames"))
+  ]
+  if not (numbers or names):
+    return args, kwargs
+  positions = {n if n >= 0 else n + len(args) for n in numbers}
+  return (
+    tuple([convert(v) if n in positions else v for n, v in enumerate(args)]),
+    {name: convert(v) if name in names else v for name, v in kwargs.items()},
+  )
 
 
 def unbox(tree) -> Any:

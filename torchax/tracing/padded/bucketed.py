@@ -20,6 +20,7 @@ from torchax.tracing.buckets import PaddedSizes
 from torchax.tracing.padded.arrays import crop, pad
 from torchax.tracing.padded.backward import PaddedBackward
 from torchax.tracing.padded.programs import Program, Programs
+from torchax.tracing.static_arguments import convert_static
 
 # Numbers of sizes, and of padded sizes, that one function keeps.
 MOST_SIZES, MOST_BUCKETS = 4096, 256
@@ -129,21 +130,7 @@ class Bucketed:
 
   def _flatten(self, args: tuple, kwargs: dict) -> tuple[list, Any]:
     """Return the array leaves, and the structure with the static arguments."""
-    return jax.tree.flatten(self._convert_static(StaticValue, args, kwargs))
-
-  def _convert_static(self, convert: Callable, args: tuple, kwargs: dict) -> tuple:
-    """Convert the arguments that are static by number or name."""
-    numbers, names = [
-      (option,) if isinstance(option, int | str) else tuple(option or ())
-      for option in map(self._options.get, ("static_argnums", "static_argnames"))
-    ]
-    if not (numbers or names):
-      return args, kwargs
-    positions = {n if n >= 0 else n + len(args) for n in numbers}
-    return (
-      tuple([convert(v) if n in positions else v for n, v in enumerate(args)]),
-      {name: convert(v) if name in names else v for name, v in kwargs.items()},
-    )
+    return jax.tree.flatten(convert_static(self._options, StaticValue, args, kwargs))
 
   # Entries --------------------------------------------------------------------------
 
@@ -219,7 +206,7 @@ class Bucketed:
 
     args, kwargs = jax.tree.unflatten(treedef, leaves)
     unbox = operator.attrgetter("value")
-    args, kwargs = self._convert_static(unbox, args, kwargs)
+    args, kwargs = convert_static(self._options, unbox, args, kwargs)
     return jax.jit(traced, **self._options).trace(*args, **kwargs)
 
 
