@@ -81,7 +81,7 @@ class BackwardProgram:
     def run(*args):
       return self._run(args[:count], args[count:])
 
-    return jax.make_jaxpr(run)(*residuals, *self.avals)
+    return jax.jit(run).trace(*residuals, *self.avals).lojax.jaxpr
 
   def trace(self, backward: Callable) -> list:
     """Trace `backward(*cotangents)` and return its residuals.

@@ -153,7 +153,7 @@ class Bucketed:
       for index, leaf in enumerate(leaves)
     ]
     bucket = self._bucket(leaves, padded_treedef, list(padded.values()))
-    jaxpr = None if traced is None else traced.jaxpr
+    jaxpr = None if traced is None else traced.lojax.jaxpr
     program, operands = bucket.programs.find(jaxpr, leaves)
     result = (traced or bucket.traced).out_info
     for tape, backward in zip(_tapes(result), bucket.backward):
@@ -189,7 +189,7 @@ class Bucketed:
     donated = [index for index, info in enumerate(infos) if info.donated]
     options = {k: v for k, v in self._options.items() if k in _OPTIONS_OF_PROGRAMS}
     name = self._function.__name__
-    programs = Programs(traced.jaxpr, name, self._counted, donated, options)
+    programs = Programs(traced.lojax.jaxpr, name, self._counted, donated, options)
     tapes = _tapes(traced.out_info)
     return _Bucket(traced, programs, [*map(PaddedBackward, tapes)])
 

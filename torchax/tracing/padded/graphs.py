@@ -22,6 +22,7 @@ from torchax.errors import BucketError
 PARTS: dict[str, tuple[str, ...]] = {
   "jit": ("jaxpr",),
   "closed_call": ("call_jaxpr",),
+  "eval_jaxpr": ("call_jaxpr",),  # its name since JAX 0.12
   "checkpoint": ("jaxpr",),
   "remat2": ("jaxpr",),
   "custom_jvp_call": ("call_jaxpr",),
