@@ -15,6 +15,7 @@ import zipfile
 import pytest
 from packaging.metadata import Metadata
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from source_tree import PACKAGE, PROJECT, ROOT
 
 pytestmark = pytest.mark.programs
@@ -132,6 +133,20 @@ def test_this_environment_meets_the_requirements():
     if not requirement.specifier.contains(importlib.metadata.version(requirement.name))
   ]
   assert not unmet
+
+
+def test_pinned_packages_accept_the_oldest_python():
+  """pip searches for minutes, without a word, for what one pin excludes."""
+  oldest = PROJECT["requires-python"].removeprefix(">=") + ".0"
+  pins = set((ROOT / "constraints.txt").read_text(encoding="utf-8").split())
+  refusing = [
+    f"{package.name}=={package.version} needs Python {needed}"
+    for package in importlib.metadata.distributions()
+    if f"{package.name}=={package.version}" in pins
+    and (needed := package.metadata["Requires-Python"])
+    and not SpecifierSet(needed).contains(oldest)
+  ]
+  assert not refusing
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/get-started.md"])
