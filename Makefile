@@ -54,7 +54,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 .PHONY: help install demo test test-fused test-changed test-programs test-distributions test-opinfo test-opinfo-quick test-bad-inputs test-close-numbers test-models test-samplers test-dieharder test-ecosystem test-ecosystem-quick test-statistics test-upstream test-torch test-accelerator fuzz soak bench-accelerator lint format bench docs test-site test-pyright tutorials clean distclean
 
 help:
-	@sed -n '/^#   make/s/^# //p' Makefile
+	@sed -n 's/^#  / /p' Makefile
 
 $(STAMP): pyproject.toml constraints.txt torchax/version.py
 	@python="$(PYTHON)"; test -n "$$python" && "$$python" -c '$(IS_RECENT)' || { \
@@ -62,15 +62,15 @@ $(STAMP): pyproject.toml constraints.txt torchax/version.py
 	    "name one with: make PYTHON=/path/to/python3" >&2; exit 1; }
 	"$(PYTHON)" -m venv $(VENV)
 	@# torch by itself first, at its pinned version: nothing else may choose a build.
-	$(PIP) install --quiet --constraint constraints.txt setuptools wheel torch
-	$(PIP) install --quiet --constraint constraints.txt --no-build-isolation \
+	$(PIP) install --constraint constraints.txt setuptools wheel torch
+	$(PIP) install --constraint constraints.txt --no-build-isolation \
 	  --editable '.[all]'
 	touch $@
 
 # The libraries of the extra that is not in 'all'; torch stays at its pinned version.
 ECOSYSTEM := $(VENV)/.ecosystem
 $(ECOSYSTEM): $(STAMP)
-	$(PIP) install --quiet --constraint constraints.txt --no-build-isolation \
+	$(PIP) install --constraint constraints.txt --no-build-isolation \
 	  --editable '.[ecosystem]'
 	touch $@
 
@@ -194,7 +194,7 @@ docs: $(STAMP)
 # The library that drives a browser. It brings none.
 DRIVER := $(VENV)/.driver
 $(DRIVER): $(STAMP)
-	$(PIP) install --quiet --constraint constraints.txt playwright
+	$(PIP) install --constraint constraints.txt playwright
 	touch $@
 
 export CHROMIUM
