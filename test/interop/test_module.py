@@ -208,6 +208,13 @@ def test_shared_parameters_are_passed_once_if_deduplicated():
   assert set(kept.buffers) == BUFFERS
 
 
+def test_extract_jax_asks_for_a_tuple_of_arguments():
+  """The rows of an array would become the arguments of the module."""
+  arrays, function = interop.extract_jax(torch.nn.Linear(4, 2))
+  with pytest.raises(TypeError, match=r"tuple of .* ArrayImpl. .*f\(arrays, \(x,\)\)"):
+    function(arrays, jax.numpy.ones((3, 4)))
+
+
 def test_options_of_jax_jit_reach_it():
   _, model = everything()
   jitted = JittableModule(model.eval(), {"static_argnums": (1,)})

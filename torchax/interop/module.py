@@ -116,6 +116,11 @@ def extract_jax(
 
   @hide_library_frames
   def jax_func(states, args=(), kwargs=None, *, rng=None):
+    if not isinstance(args, (tuple, list)):
+      raise TypeError(
+        "args expects a tuple of the module's arguments, but got "
+        f"{type(args).__name__}. Call the function as f(arrays, (x,))."
+      )
     return called(states, args, kwargs or {}, rng=rng)
 
   return arrays, jax_func
