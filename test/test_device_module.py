@@ -105,7 +105,7 @@ REFUSALS += [
 @pytest.mark.parametrize("name, device", REFUSALS)
 def test_nonexistent_device_raises(name, device):
   before = _state()
-  with pytest.raises(NoSuchDeviceError, match="does not exist.*jax:0 alone"):
+  with pytest.raises(NoSuchDeviceError, match="does not exist.*only jax:0"):
     (TAKE_A_DEVICE | TAKE_A_NAME)[name](device)
   assert _state() == before and torch.jax.current_device() == 0
 

@@ -82,10 +82,10 @@ def jax_device(index: int):
   devices = jax.local_devices()
   if not 0 <= index < len(devices):
     last = len(devices) - 1
-    existing = "jax:0 alone" if last == 0 else f"jax:0 to jax:{last}"
+    existing = "only jax:0" if last == 0 else f"jax:0 to jax:{last}"
     raise NoSuchDeviceError(
       f"jax:{index} does not exist: this process has {existing} "
-      f"({devices[0].platform}). Ask for one of them."
+      f"({devices[0].platform})."
     )
   return devices[index]
 

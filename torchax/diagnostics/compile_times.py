@@ -28,10 +28,10 @@ _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 ADVICE = (
-  "Every operation is compiled for each combination of shapes, and a function for each "
-  "one of its arguments that are no tensors. Compile a whole step with "
-  "`torchax.interop.jax_jit` or `torchax.compile`, pad what varies in size to a few "
-  "sizes, and set JAX_COMPILATION_CACHE_DIR and "
+  "JAX compiles an operation for each new shape, and a function also for each new "
+  "value of an argument that is not a tensor. Compile a whole step with "
+  "`torchax.interop.jax_jit` or `torchax.compile`, pad sizes that vary to a few sizes, "
+  "and set JAX_COMPILATION_CACHE_DIR and "
   "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 to keep programs for the next run. "
   "(docs: Performance)"
 )

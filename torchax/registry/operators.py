@@ -330,8 +330,8 @@ def _refuse_or_warn(current: Operator, operator: Operator) -> None:
   # Modules ported from upstream replace built-in lowerings without a warning.
   if not str(getattr(operator.func, "__module__", "")).startswith("torchax."):
     user_code.warn(
-      f"{both}, which {name_of(operator.func)} replaces. Pass is_user_defined=True if "
-      "that is meant.",
+      f"{both}; {name_of(operator.func)} replaces it. Pass is_user_defined=True to "
+      "silence this warning.",
       UserWarning,
     )
   operator.is_user_defined = True
