@@ -161,7 +161,7 @@ def _write_picked(infos: Sequence, source: jax.Array, value: jax.Array) -> jax.A
 class MovingChain:
   """Chain whose slices take their starts as operands: one program for all starts.
 
-  Its methods are those of `Chain`, with (base array, starts) for the base.
+  Its methods take (base array, starts) in place of a base array; see `Chain`.
   """
 
   __slots__ = ("infos",)
