@@ -23,7 +23,6 @@ VALUES = torch.tensor([[1.0, 2.0], [0.0, 3.0]])
 # No operation computes with packed numbers.
 LEFT_OUT = (None, torch.float4_e2m1fn_x2)
 DTYPES = tuple(dtype for dtype in mappings.TORCH_DTYPE_TO_JAX if dtype not in LEFT_OUT)
-REALS = tuple(dtype for dtype in DTYPES if not dtype.is_complex)
 
 
 @pytest.fixture(name="x64")

@@ -60,17 +60,3 @@ def vmap_unrolled(f, in_axes=0, out_axes=0):
     return _map(lambda *leaves: torch.stack(leaves, out_axes), *rows)
 
   return mapped
-
-
-def cond_unrolled(pred, true_fun, false_fun, *operands, stream, draws: int):
-  """Run `torchax.interop.cond` as an `if`; then advance the stream to `draws` draws.
-
-  Args:
-    stream: the current stream.
-    draws: the draws of the branch that draws most.
-  """
-  before = stream.draws
-  out = (true_fun if pred else false_fun)(*operands)
-  for _ in range(draws - (stream.draws - before)):
-    stream.next_key()
-  return out
