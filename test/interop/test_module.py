@@ -208,11 +208,10 @@ def test_shared_parameters_are_passed_once_if_deduplicated():
   assert set(kept.buffers) == BUFFERS
 
 
-def test_extract_jax_asks_for_a_tuple_of_arguments():
-  """The rows of an array would become the arguments of the module."""
+def test_extract_jax_takes_a_single_argument_like_functional_call():
   arrays, function = interop.extract_jax(torch.nn.Linear(4, 2))
-  with pytest.raises(TypeError, match=r"tuple of .* ArrayImpl. .*f\(arrays, \(x,\)\)"):
-    function(arrays, jax.numpy.ones((3, 4)))
+  x = jax.numpy.ones((3, 4))
+  assert (function(arrays, x) == function(arrays, (x,))).all()
 
 
 def test_options_of_jax_jit_reach_it():

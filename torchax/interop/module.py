@@ -92,7 +92,8 @@ def extract_jax(
 
   Returns:
     The arrays by qualified name, and a function `(arrays, args=(), kwargs=None, *,
-    rng=None)` for any JAX transformation. `rng` is a key, an `RngState` or a seed to
+    rng=None)` for any JAX transformation. `args` is a tuple, or a single argument as in
+    `torch.func.functional_call`. `rng` is a key, an `RngState` or a seed to
     draw from (`docs/rng.md`); without it a draw inside a transformation raises.
     The function does not return updates of buffers. A transformation traces the
     module in its current mode: call `train()` or `eval()` before.
@@ -116,11 +117,7 @@ def extract_jax(
 
   @hide_library_frames
   def jax_func(states, args=(), kwargs=None, *, rng=None):
-    if not isinstance(args, (tuple, list)):
-      raise TypeError(
-        "args expects a tuple of the module's arguments, but got "
-        f"{type(args).__name__}. Call the function as f(arrays, (x,))."
-      )
+    args = args if isinstance(args, list | tuple) else (args,)
     return called(states, args, kwargs or {}, rng=rng)
 
   return arrays, jax_func
