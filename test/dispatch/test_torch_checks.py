@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchax.core import program_limit
 from torchax.dispatch import torch_checks
+from torchax.interop import jax_jit
 from torchax.registry.schema import functional_form, is_in_place, schema_of
 
 
@@ -49,6 +50,14 @@ def test_later_calls_are_checked_with_their_own_numbers():
   assert torch.arange(4.0).to("jax").kthvalue(2).values.item() == 1
   with pytest.raises(RuntimeError, match="out of range"):
     torch.arange(4.0).to("jax").kthvalue(8)
+
+
+def test_torch_checks_equal_layers_of_a_trace_once(asked):
+  x = torch.ones(3, 13).to("jax")
+  jax_jit(lambda x: x.kthvalue(2)[0] + x.kthvalue(3)[0] + x.kthvalue(2)[0])(x)
+  assert asked.count("aten.kthvalue.default") == 2
+  with pytest.raises(RuntimeError, match="out of range"):
+    jax_jit(lambda x: x.kthvalue(3)[0] + x.kthvalue(14)[0])(x)
 
 
 def test_checks_do_not_draw_from_the_cpu_generator():

@@ -96,7 +96,7 @@ class Plan:
       An array or a pytree of arrays.
     """
     if self._is_inlined():
-      self.programs.check_with_torch(args, kwargs)
+      self.programs.check_once(args, kwargs, static_key)
     self._require(args, kwargs)
     if not self.is_sampler:
       return self._execute(args, kwargs, operands, static_key, write, sharding)

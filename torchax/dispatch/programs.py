@@ -11,11 +11,14 @@ from collections.abc import Callable
 from typing import Any, Generic, Literal, TypeVar
 
 import jax
+from torch.utils import _pytree as torch_pytree
 
 from torchax.core import numpy_fallback
+from torchax.core.bounded_cache import BoundedCache
 from torchax.core.program_limit import Program, ProgramCache
 from torchax.dispatch import compiling, explaining, new_shapes, torch_checks
 from torchax.dispatch.lowering import Lowering
+from torchax.dispatch.operands import NUMBERS
 
 # Most programs of one operation; each takes a few hundred kilobytes.
 MOST_PROGRAMS = 512
@@ -37,6 +40,8 @@ class Programs:
     self._operator = lowering.operator
     self._by_key: ProgramCache[tuple, Program] = ProgramCache(MOST_PROGRAMS)
     self._number_programs: NumberPrograms[Program] = NumberPrograms()
+    # Arguments that torch's check has accepted in traces.
+    self._accepted: BoundedCache[tuple, bool] = BoundedCache(MOST_PROGRAMS)
     # Cache key -> program, or None.
     self.get = self._by_key.get
 
@@ -64,6 +69,18 @@ class Programs:
     if self._lowering.prepared is not None:
       _, form = self._lowering.prepared.numbers_of(args, kwargs)
       self._number_programs.pop((write, form))
+
+  def check_once(self, args, kwargs, static_key) -> None:
+    """Call `check_with_torch`, once for equal types and numbers."""
+    if not self._lowering.is_checked:
+      return
+    # The static key lacks the numbers that are operands.
+    leaves = torch_pytree.tree_leaves((args, kwargs))
+    numbers = [(type(leaf), leaf) for leaf in leaves if type(leaf) in NUMBERS]
+    key = static_key, torch_checks.tensor_types(leaves), tuple(numbers)
+    if self._accepted.get(key) is None:
+      self.check_with_torch(args, kwargs)
+      self._accepted[key] = True
 
   def check_with_torch(self, args, kwargs) -> None:
     """Raise torch's error for arguments that torch refuses on every device."""

@@ -80,7 +80,7 @@ class Example:
   def __init__(self, owner, op, args, kwargs):
     self.owner, self.op = owner, op
     given = tuple(args), kwargs or {}
-    self._checked = _tensor_types(given)
+    self._checked = tensor_types(given)
     self.given = _without_tensors(given)
 
   def require(self, args, kwargs) -> None:
@@ -89,21 +89,24 @@ class Example:
     Raises:
       Refused: torch refuses them; the caller checks its own arguments by `refusal`.
     """
-    if is_unchecked(self.owner) or _tensor_types((args, kwargs)) == self._checked:
+    if is_unchecked(self.owner) or tensor_types((args, kwargs)) == self._checked:
       return
     args, kwargs = _with_tensors(self.given, (args, kwargs))
     if refusal(self.op, args, kwargs) is not None:
       raise Refused
 
 
-def _tensor_types(tree) -> list[tuple]:
-  return [
-    (tuple(leaf.shape), leaf.dtype)
-    if isinstance(leaf, torch.Tensor)
-    else (leaf.shape, mappings.j2t_dtype(leaf.dtype))
-    for leaf in torch_pytree.tree_leaves(tree)
-    if isinstance(leaf, torch.Tensor | jax.Array)
-  ]
+def tensor_types(tree) -> tuple[tuple, ...]:
+  """Return shape and dtype of the tensors and arrays among arguments."""
+  return tuple(
+    [
+      (tuple(leaf.shape), leaf.dtype)
+      if isinstance(leaf, torch.Tensor)
+      else (leaf.shape, mappings.j2t_dtype(leaf.dtype))
+      for leaf in torch_pytree.tree_leaves(tree)
+      if isinstance(leaf, torch.Tensor | jax.Array)
+    ]
+  )
 
 
 def _without_tensors(value):
