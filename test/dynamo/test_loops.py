@@ -116,6 +116,32 @@ def test_loops_and_gradients_equal_cpu_torch(function, way):
   torch.testing.assert_close(results(make(function), device), expected)
 
 
+@pytest.mark.parametrize("way", ["eager", "jit", "compile"])
+def test_while_loop_writes_to_a_captured_tensor(way):
+  def function(x, y):
+    def body(i, x):
+      y.add_(1)
+      return i + 1, x + y
+
+    start = torch.zeros((), dtype=torch.int32, device=x.device)
+    return torch.while_loop(lambda i, x: i < 3, body, (start, x))[1], y
+
+  make, _ = WAYS[way]
+  x, y = X.clone(), torch.ones(3)
+  arguments = x.to("jax"), y.to("jax")
+  with torch.no_grad():
+    results, expected = make(function)(*arguments), function(x, y)
+  torch.testing.assert_close([t.cpu() for t in results], list(expected))
+
+
+def test_map_refuses_writes_to_its_slices():
+  """torch refuses them itself before its release 2.15."""
+  with pytest.raises(
+    (MutationError, torch._dynamo.exc.Unsupported), match="utat|writes"
+  ):
+    map_slices(lambda row: row.mul_(2) + 1, X.to("jax"))
+
+
 def test_pointwise_associative_scan_equals_cpu_torch():
   for x in (X, X.to("jax")):
     out = fused_products(x) if x is X else jax_jit(fused_products)(x)
@@ -193,7 +219,10 @@ class Layers(torch.nn.Module):
   def forward(self, x):
     if self.unrolled:
       return torch.stack([self.drop(row) for row in x])
-    return scan(lambda total, row: (total + row, self.drop(row)), x[0].clone(), x)[1]
+    # Dropout returns its argument in evaluation, which torch 2.15 refuses as a result.
+    return scan(lambda total, row: (total + row, 1 * self.drop(row)), x[0].clone(), x)[
+      1
+    ]
 
 
 DRAWING = [

@@ -221,8 +221,10 @@ class _Results:
         self._dtypes.append(None)
       returned.append(node)
     output.args = (tuple(returned),)
-    # Only tensors built from numbers may be removed; other operations may have effects.
-    graph.eliminate_dead_code(lambda node: node.target is not _SCALAR_TENSOR)
+    # `eliminate_dead_code` would also remove in-place operations from bodies of loops.
+    for node in reversed(list(graph.nodes)):
+      if node.target is _SCALAR_TENSOR and not node.users:
+        graph.erase_node(node)
 
   def box(self, args, results) -> tuple:
     """Return the results that leave the trace, with numbers boxed as static values."""

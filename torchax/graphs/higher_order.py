@@ -249,6 +249,10 @@ def _flex_attention_of_tensors(
 # On fakes -----------------------------------------------------------------------------
 
 
+def _map_of_fakes(function, xs, additional=(), mutated_arg_indices=""):
+  return _scan_of_fakes(function, (), xs, additional)
+
+
 def _while_of_fakes(condition, body, carried, additional=(), mutated_arg_indices=""):
   for value in carried:
     if not isinstance(value, torch.Tensor):
@@ -259,7 +263,7 @@ def _while_of_fakes(condition, body, carried, additional=(), mutated_arg_indices
   return tuple(body(*carried, *additional))
 
 
-def _scan_of_fakes(combine, init, xs, additional=()):
+def _scan_of_fakes(combine, init, xs, additional=(), mutated_arg_indices=""):
   length = xs[0].shape[0]
   results = tuple(combine(*init, *[x.select(0, 0) for x in xs], *additional))
   ys = [y.expand(length, *y.shape).clone() for y in results[len(init) :]]
@@ -315,7 +319,7 @@ TABLE: dict[Any, HigherOrder] = present(
     higher_order.map_impl: HigherOrder(
       array_loops.map_slices,
       _prepare_graphs(tensor_loops.map_slices),
-      lambda function, xs, additional=(): _scan_of_fakes(function, (), xs, additional),
+      _map_of_fakes,
     ),
     higher_order.associative_scan: HigherOrder(
       array_loops.associative_scan,

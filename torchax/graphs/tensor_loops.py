@@ -10,13 +10,13 @@ from jax import lax
 from torchax.compat import jax_compat
 from torchax.compat.user_code import name_of
 from torchax.core.partitions import Partition
-from torchax.errors import RngError
+from torchax.errors import MutationError, RngError
 from torchax.interop import loops
 from torchax.interop.views import call_jax, jax_view
 from torchax.rng import current, fold_in, rng_scope
 
 
-def scan(combine, init, xs, additional=()):
+def scan(combine, init, xs, additional=(), mutated_arg_indices=""):
   """Run torch's `scan`; each iteration draws the numbers of an unrolled loop."""
   return _run(_scan, (combine,), (tuple(init), tuple(xs), tuple(additional)))
 
@@ -35,8 +35,17 @@ def _scan(functions, tensors, arguments: Partition):
   return *carry, *ys
 
 
-def map_slices(function, xs, additional=()):
-  """Run torch's `map`: a scan without a carry."""
+def map_slices(function, xs, additional=(), mutated_arg_indices=""):
+  """Run torch's `map`: a scan without a carry.
+
+  Raises:
+    MutationError: the function writes to its slices, which torch allows since 2.15.
+  """
+  if mutated_arg_indices:
+    raise MutationError(
+      "The function of torch's `map` writes in place to the slice that it is called "
+      "with. Compute a new tensor, and return it."
+    )
   return scan(function, (), xs, additional)
 
 
