@@ -54,7 +54,15 @@ from torchax.integrations import safetensors
 from torchax.interop import Explanation, JittableModule, explain, extract_jax, jit
 from torchax.interop.compilation import CompileOptions, compile
 from torchax.logs import set_logs
-from torchax.ops import jaten, jc10d, jtorch, jtorchvision_nms, jtorchvision_roi
+from torchax.ops import (
+  jaten,
+  jc10d,
+  jtorch,
+  jtorchvision_deform,
+  jtorchvision_nms,
+  jtorchvision_pool,
+  jtorchvision_roi,
+)
 from torchax.rng import RngState, rng_scope
 from torchax.saving import array_protocols, torch_files, untyped_storage
 from torchax.tracing import recorded_draws, transform
@@ -268,7 +276,9 @@ __all__ = [
   "jaten",
   "jc10d",
   "jtorch",
+  "jtorchvision_deform",
   "jtorchvision_nms",
+  "jtorchvision_pool",
   "jtorchvision_roi",
   "load_checkpoint",
   "eager_mode",

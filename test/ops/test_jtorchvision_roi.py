@@ -11,7 +11,12 @@ from ops.harness import floats
 from torch.testing import assert_close
 
 from torchax.errors import TracedStateError
-from torchax.ops.jtorchvision_roi import roi_align, roi_align_backward
+from torchax.ops.jtorchvision_roi import (
+  ps_roi_align,
+  ps_roi_align_backward,
+  roi_align,
+  roi_align_backward,
+)
 
 # (index of the image, x1, y1, x2, y2); the last two leave the image.
 REGIONS = torch.tensor(
@@ -73,6 +78,48 @@ def test_roi_align_and_gradient(ratio, aligned):
   assert_close(torch.tensor(actual), value.detach().float(), rtol=1e-4, atol=1e-5)
   actual = roi_align_backward(grad, *options, *image.shape, ratio, aligned)
   assert_close(torch.tensor(actual), gradient.float(), rtol=1e-4, atol=1e-5)
+
+
+def own_channels(pooled):
+  """Return the channels of each bin from means of all of them."""
+  bins = range(BINS[0] * BINS[1])
+  parts = [pooled.flatten(2)[:, i :: len(bins), i] for i in bins]
+  return torch.stack(parts, -1).unflatten(-1, BINS)
+
+
+@pytest.mark.parametrize("ratio", [-1, 2])
+def test_position_sensitive_roi_align_and_gradient(ratio):
+  images = floats(2, 12, 10, 8, dtype=torch.float64).requires_grad_()
+  value = own_channels(expected(images, ratio, aligned=True))
+  weights = floats(*value.shape, seed=1, dtype=torch.float64)
+  (gradient,) = torch.autograd.grad(value, images, weights)
+  arrays = (jnp.array(t.detach().float()) for t in (images, REGIONS, weights))
+  image, regions, grad = arrays
+  actual, channels = ps_roi_align(image, regions, SCALE, *BINS, ratio)
+  assert_close(torch.tensor(actual), value.detach().float(), rtol=1e-4, atol=1e-5)
+  assert channels[0].tolist() == torch.arange(12).view(2, *BINS).tolist()
+  options = (regions, channels, SCALE, *BINS, ratio)
+  actual = ps_roi_align_backward(grad, *options, *image.shape)
+  assert_close(torch.tensor(actual), gradient.float(), rtol=1e-4, atol=1e-5)
+
+
+def test_position_sensitive_roi_align_of_a_point():
+  point = jnp.array([[0, 2.0, 2.0, 2.0, 2.0]])
+  pooled, channels = ps_roi_align(jnp.ones((1, 4, 5, 5)), point, 1.0, 2, 2, -1)
+  assert jnp.isnan(pooled).all()
+  grad = ps_roi_align_backward(
+    pooled * 0 + 1, point, channels, 1.0, 2, 2, -1, 1, 4, 5, 5
+  )
+  assert not grad.any()
+
+
+def test_adaptive_samples_of_a_whole_number_of_elements():
+  """A reciprocal of 49 would round 49 / 49 up, to two samples in each bin."""
+  images = jnp.arange(50.0).reshape(1, 1, 1, 50) ** 2
+  region = jnp.array([[0, 0.0, 0.0, 49.0, 1.0]])
+  pooled = roi_align(images, region, 1.0, 1, 49, -1, False)
+  middle = (images[0, 0, 0, 1:] + images[0, 0, 0, :-1]) / 2
+  assert_close(torch.tensor(pooled[0, 0, 0]), torch.tensor(middle))
 
 
 @pytest.mark.parametrize("ratio", [-1, 2])

@@ -1,6 +1,7 @@
-"""Region of interest alignment: `torchvision.ops.roi_align`, and its gradient.
+"""Region of interest alignment: `torchvision.ops.roi_align` and `ps_roi_align`.
 
 The lowerings are registered by name, so torchvision may be missing or imported later.
+Maximum and mean over the elements of a region are in `jtorchvision_pool.py`.
 """
 
 import functools
@@ -12,6 +13,7 @@ import numpy as np
 
 from torchax.errors import TracedStateError
 from torchax.ops.builtin import op
+from torchax.ops.jtorchvision_pool import bin_channels, divide, require_channels
 
 
 def _samples(low, length, bins: int, most: int, adaptive: bool):
@@ -26,7 +28,7 @@ def _samples(low, length, bins: int, most: int, adaptive: bool):
   Returns:
     Points and masks of shape (k, bins, most), and the number of samples per bin (k,).
   """
-  size = length / bins
+  size = divide(length, bins)
   count = jnp.ceil(size) if adaptive else jnp.full_like(size, most)
   position = jnp.arange(most, dtype=low.dtype)
   inside = (position + 0.5) * (size / count)[:, None]
@@ -36,7 +38,7 @@ def _samples(low, length, bins: int, most: int, adaptive: bool):
   return points, is_real, count
 
 
-def _neighbors(points, is_real, extent: int):
+def neighbors(points, is_real, extent: int):
   """Return the two input elements around each point, and their weights."""
   is_real &= (points >= -1) & (points <= extent)
   points = jnp.clip(points, 0, extent - 1)
@@ -47,48 +49,62 @@ def _neighbors(points, is_real, extent: int):
   return jnp.stack([low, high]), weights
 
 
-@functools.partial(jax.jit, static_argnames=("bins", "most", "adaptive", "aligned"))
-def _align(images, regions, scale, *, bins, most, adaptive, aligned):
-  """Return the means of bilinear samples, of shape (k, channels, *bins)."""
+_OPTIONS = ("bins", "most", "adaptive", "aligned", "by_bin")
+
+
+@functools.partial(jax.jit, static_argnames=_OPTIONS)
+def _align(images, regions, scale, *, bins, most, adaptive, aligned, by_bin):
+  """Return the means of bilinear samples, of shape (k, channels, *bins).
+
+  With `by_bin` each bin reads channels of its own, and the mean of no samples is NaN.
+  """
   batch = regions[:, 0].astype(jnp.int32)
   corners = regions[:, 1:] * scale - (0.5 if aligned else 0.0)
   sizes = corners[:, 2:] - corners[:, :2]
   sizes = sizes if aligned else jnp.maximum(sizes, 1)
-  around, total = [], 1.0
+  around, total, empty = [], 1.0, jnp.nan if by_bin else 0
   for dim, (x_or_y, extent) in enumerate(zip((1, 0), images.shape[2:])):
     points, is_real, count = _samples(
       corners[:, x_or_y], sizes[:, x_or_y], bins[dim], most[dim], adaptive
     )
-    around.append(_neighbors(points, is_real, extent))
-    total = total * jnp.maximum(count, 1)
+    around.append(neighbors(points, is_real, extent))
+    total = total * count
   (rows, row_weights), (columns, column_weights) = around
   channels_last = images.transpose(0, 2, 3, 1)
+  # (bins of rows, 1, bins of columns, 1, channels)
+  channels = bin_channels(images.shape[1], bins).transpose(1, 2, 0)[:, None, :, None]
   pooled = 0.0
   for row, row_weight in zip(rows, row_weights):
     for column, column_weight in zip(columns, column_weights):
       # (k, bins of rows, samples, bins of columns, samples, channels)
-      index = (row[:, :, :, None, None], column[:, None, None, :, :])
-      values = channels_last[batch[:, None, None, None, None], *index]
+      index = (batch[:, None, None, None, None], row[:, :, :, None, None])
+      index += (column[:, None, None, :, :],)
+      if by_bin:
+        index = (*(part[..., None] for part in index), channels)
+      values = channels_last[index]
       weights = (row_weight[:, :, :, None, None], column_weight[:, None, None, :, :])
       pooled += jnp.einsum("kymxnc,kymxn->kcyx", values, math.prod(weights))
-  return (pooled / total[:, None, None, None]).astype(images.dtype)
+  total = total[:, None, None, None]
+  pooled = pooled / jnp.where(total == 0, 1, total)
+  return jnp.where(total == 0, empty, pooled).astype(images.dtype)
 
 
-def _options(regions, scale, bins: tuple[int, int], ratio: int, aligned: bool) -> dict:
+def _options(regions, scale, bins, ratio: int, aligned: bool, by_bin=False) -> dict:
   """Return the static arguments of `_align`.
 
   Raises:
     TracedStateError: the number of samples depends on regions inside a compiled
       function.
   """
-  options = {"bins": bins, "adaptive": ratio <= 0, "aligned": aligned}
+  adaptive = ratio <= 0
+  options = {"bins": bins, "adaptive": adaptive, "aligned": aligned, "by_bin": by_bin}
   if ratio > 0 or not len(regions):
     return options | {"most": (max(ratio, 1),) * 2}
   if isinstance(regions, jax.core.Tracer):
     raise TracedStateError(
-      "The number of samples of roi_align with sampling_ratio=-1 depends on the "
-      "numbers of its boxes, so it cannot run inside a compiled function. Pass a "
-      "positive sampling_ratio."
+      "The number of samples of roi_align and ps_roi_align with sampling_ratio=-1 "
+      "depends on the numbers of the boxes, so they cannot run inside a compiled "
+      "function. Pass a positive sampling_ratio."
     )
   corners = np.asarray(regions)[:, 1:] * scale
   sizes = (corners[:, 2:] - corners[:, :2]).max(axis=0)[::-1]
@@ -150,3 +166,49 @@ def roi_align_backward(
 def _transpose(images, grad, regions, scale, options):
   align = functools.partial(_align, regions=regions, scale=scale, **dict(options))
   return jax.linear_transpose(align, images)(grad)[0]
+
+
+@op("torchvision::ps_roi_align", compiled=False)
+def ps_roi_align(images, regions, scale, pooled_height, pooled_width, sampling_ratio):
+  """Return `roi_align` with channels for each bin, and the channels that were read.
+
+  Args:
+    images: floats of shape (n, channels * pooled_height * pooled_width, height, width).
+    regions, scale, pooled_height, pooled_width, sampling_ratio: see `roi_align`.
+
+  Returns:
+    Floats and int32 indices of shape (k, channels, pooled_height, pooled_width).
+
+  Raises:
+    RuntimeError: the number of channels is no multiple of the number of bins.
+    TracedStateError: see `roi_align`.
+
+  References:
+    https://docs.pytorch.org/vision/stable/generated/torchvision.ops.ps_roi_align.html
+  """
+  bins = (pooled_height, pooled_width)
+  require_channels(images, bins)
+  options = _options(regions, scale, bins, sampling_ratio, aligned=True, by_bin=True)
+  pooled = _align(images, regions, scale, **options)
+  return pooled, jnp.broadcast_to(bin_channels(images.shape[1], bins), pooled.shape)
+
+
+@op("torchvision::_ps_roi_align_backward", compiled=False)
+def ps_roi_align_backward(
+  grad,
+  regions,
+  channel_mapping,
+  scale,
+  pooled_height,
+  pooled_width,
+  sampling_ratio,
+  batch_size,
+  channels,
+  height,
+  width,
+):
+  """Return the gradient of `ps_roi_align` for the images."""
+  bins = (pooled_height, pooled_width)
+  options = _options(regions, scale, bins, sampling_ratio, aligned=True, by_bin=True)
+  images = jax.ShapeDtypeStruct((batch_size, channels, height, width), grad.dtype)
+  return _transpose(images, grad, regions, scale, tuple(options.items()))

@@ -45,7 +45,9 @@ SHELLS = {
   "ops.jc10d": 9,
   "ops.jlibrary": 10,
   "ops.jtorch": 9,
+  "ops.jtorchvision_deform": 9,
   "ops.jtorchvision_nms": 9,
+  "ops.jtorchvision_pool": 9,
   "ops.jtorchvision_roi": 9,
   "ops.op_base": 9,
 }
