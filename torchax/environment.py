@@ -36,6 +36,8 @@ from torchax.registry.operators import Kind, Operator
 from torchax.rng.stream import RngStream
 from torchax.tensor import Tensor
 
+_is_scripting = torch_compat.is_tracing_for_torchscript
+
 TENSOR_CONSTRUCTORS = {
   torch.ones,
   torch.zeros,
@@ -246,6 +248,9 @@ class Environment(Conversions, contextlib.ContextDecorator):
 
   def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Run one ATen operation on jax tensors."""
+    if _is_scripting():
+      with torch_compat.pause_torchscript():
+        return self.dispatch(func, types, args, kwargs)
     if self.config.debug_print_each_op or self.config.debug_accuracy_for_each_op:
       return debug.dispatch(self, self._dispatcher, func, args, kwargs or {})
     return self._dispatcher(func, args, kwargs)

@@ -44,8 +44,8 @@ def _convolution_plan(op, default, env):
   plan = default()
 
   def run(args, kwargs):
-    if torch_compat.is_tracing_for_torchscript():
-      with torch_compat.recording_for_torchscript():
+    if torch_compat.is_torchscript_paused():
+      with torch_compat.record_for_torchscript():
         return aten._convolution.default(*args, False, False, True, True)
     return plan(args, kwargs)
 

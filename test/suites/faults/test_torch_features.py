@@ -78,6 +78,25 @@ def test_trace_records_convolutions(layer):
   assert "aten::_convolution" in str(traced.graph)
 
 
+def _shorten(x):
+  x = x.clone()
+  x[:, : x.shape[1] - 1] = 0.0
+  return x
+
+
+def _copy_into_zeros(x):
+  padded = torch.zeros(x.shape[0], 9, device=x.device)
+  padded[:, : x.shape[1]].copy_(x)
+  return padded.gather(1, torch.zeros(x.shape[0], 1, dtype=int, device=x.device))
+
+
+@pytest.mark.parametrize("run", [_shorten, _copy_into_zeros])
+def test_trace_passes_sizes_of_tensors_as_arguments(run):
+  traced = torch.jit.trace(run, POINTS.to("jax"))
+  other = torch.rand(2, 4, device="jax")
+  assert torch.equal(traced(other), run(other))
+
+
 @each_jit
 def test_saving_torchscript_of_jax_tensors_raises(way, tmp_path):
   points, model = POINTS.to("jax"), _model().to("jax")

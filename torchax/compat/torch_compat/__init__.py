@@ -19,5 +19,6 @@ from torchax.compat.torch_compat.operators import *
 from torchax.compat.torch_compat.profiler import *
 from torchax.compat.torch_compat.subclasses import *
 from torchax.compat.torch_compat.swaps import *
+from torchax.compat.torch_compat.torchscript import *
 from torchax.compat.torch_compat.traced_modules import *
 from torchax.compat.torch_compat.wrappers import *

@@ -237,20 +237,6 @@ def to_fake(tensor: torch.Tensor) -> torch.Tensor:
   return tensor if mode is None else mode.from_tensor(tensor, static_shapes=True)
 
 
-is_tracing_for_torchscript = private.find(
-  "torch._C._is_tracing", "torch.jit.trace", instead=torch.jit.is_tracing
-)
-
-_CONVOLUTIONS = "torch.jit.trace of convolutions"
-_parse_key = private.find("torch._C._dispatch_key_parse", _CONVOLUTIONS)
-_exclude_key = private.find("torch._C._SetExcludeDispatchKeyGuard", _CONVOLUTIONS)
-
-
-def recording_for_torchscript() -> contextlib.AbstractContextManager:
-  """Return a context in which `torch.jit.trace` records operations below its key."""
-  return _exclude_key(_parse_key("Tracer"), False)
-
-
 _MAKE_FX = "make_fx and torch.func.linearize of functions with jax tensors"
 _recorded_classes = private.find(
   "torch.fx.experimental.proxy_tensor.HANDLED_TYPES", _MAKE_FX, instead=()
