@@ -5,6 +5,7 @@ sizes differ at a later one. Then another program takes the place of the first.
 """
 
 import math
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -73,6 +74,7 @@ class Programs:
     self._name, self._counted = name, counted
     self._options = {"donate_argnums": [n + 1 for n in donated], **(options or {})}
     self._program: Program | None = None
+    self._lock = threading.RLock()
 
   def find(self, jaxpr: core.ClosedJaxpr | None, leaves: Sequence) -> tuple:
     """Return the program for a trace, compiled if needed, and its operands.
@@ -84,16 +86,18 @@ class Programs:
     Raises:
       BucketError: the traces differ in their operations, or one has no rule.
     """
-    values = Values.of(self._template)
-    if jaxpr is not None:
-      template = self._template.copy()
-      values, has_added = align(Graph.of(jaxpr), template)
-      if has_added:
-        self._template, self._program = template, None
-    operands = None if self._program is None else self._program.operands(values)
-    if operands is None:
-      self._program, operands = self._compile(values, leaves)
-    return self._program, jax.device_put(operands)
+    # Backward passes of several threads may need a program at the same time.
+    with self._lock:
+      values = Values.of(self._template)
+      if jaxpr is not None:
+        template = self._template.copy()
+        values, has_added = align(Graph.of(jaxpr), template)
+        if has_added:
+          self._template, self._program = template, None
+      operands = None if self._program is None else self._program.operands(values)
+      if operands is None:
+        self._program, operands = self._compile(values, leaves)
+      return self._program, jax.device_put(operands)
 
   def _compile(self, values: Values, leaves: Sequence) -> tuple[Program, Any]:
     compared = [] if self._program is None else self._program.partition.traces[1:]
