@@ -136,9 +136,7 @@ def test_while_loop_writes_to_a_captured_tensor(way):
 
 def test_map_refuses_writes_to_its_slices():
   """torch refuses them itself before its release 2.15."""
-  with pytest.raises(
-    (MutationError, torch._dynamo.exc.Unsupported), match="utat|writes"
-  ):
+  with pytest.raises(RuntimeError, match="mutation|writes in place"):
     map_slices(lambda row: row.mul_(2) + 1, X.to("jax"))
 
 
