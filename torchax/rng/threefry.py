@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend import random as jax_extend_random
 
@@ -219,15 +220,17 @@ _IMPL = jax_extend_random.define_prng_impl(
 
 def _encrypt(key_data, left, right):
   """Run twenty rounds on the words (left, right); add part of the key every four."""
+  # Operations of lax, because those of jnp take three times as long to trace.
   first, second = key_data
   schedule = (first, second, first ^ second ^ jnp.uint32(_PARITY))
-  left, right = left + schedule[0], right + schedule[1]
+  left, right = lax.add(left, schedule[0]), lax.add(right, schedule[1])
   for group in range(5):
     for rotation in _ROTATIONS[group % 2]:
-      left = left + right
-      right = left ^ _rotate(right, rotation)
-    left = left + schedule[(group + 1) % 3]
-    right = right + schedule[(group + 2) % 3] + jnp.uint32(group + 1)
+      left = lax.add(left, right)
+      right = lax.bitwise_xor(left, _rotate(right, rotation))
+    left = lax.add(left, schedule[(group + 1) % 3])
+    right = lax.add(right, schedule[(group + 2) % 3])
+    right = lax.add(right, np.uint32(group + 1))
   return left, right
 
 
@@ -238,17 +241,22 @@ def encrypt_4x32(key_data, counter) -> tuple[jax.Array, ...]:
   a, b, c, d = (word + key for word, key in zip(counter, schedule))
   for number in range(20):
     first, second = _ROTATIONS_4X32[number % 8]
-    a, c = a + b, c + d
+    a, c = lax.add(a, b), lax.add(c, d)
     # The words that were mixed with `a` and `c` change places.
-    b, d = c ^ _rotate(d, second), a ^ _rotate(b, first)
+    b, d = (
+      lax.bitwise_xor(c, _rotate(d, second)),
+      lax.bitwise_xor(a, _rotate(b, first)),
+    )
     if number % 4 == 3:
       group = number // 4 + 1
       a, b, c, d = (
-        word + schedule[(group + index) % 5] for index, word in enumerate((a, b, c, d))
+        lax.add(word, schedule[(group + index) % 5])
+        for index, word in enumerate((a, b, c, d))
       )
-      d += jnp.uint32(group)
+      d = lax.add(d, np.uint32(group))
   return a, b, c, d
 
 
 def _rotate(word, bits: int):
-  return (word << jnp.uint32(bits)) | (word >> jnp.uint32(32 - bits))
+  high = lax.shift_left(word, np.uint32(bits))
+  return lax.bitwise_or(high, lax.shift_right_logical(word, np.uint32(32 - bits)))
