@@ -32,6 +32,7 @@ from distributed.dtensor_parts import (
   assert_trains_alike,
   case,
   collectives,
+  enter_refusals,
   grid,
   line,
   numbers,
@@ -500,19 +501,7 @@ REFUSALS = {
     "takes no forward_dtype",
   ),
 }
-
-
-def _enter_refusals() -> None:
-  for name, (function, kind, message) in REFUSALS.items():
-
-    def refuses(function=function, kind=kind, message=message):
-      with pytest.raises(kind, match=message):
-        function()
-
-    case(refuses, f"refused: {name}")
-
-
-_enter_refusals()
+enter_refusals(REFUSALS)
 
 
 if __name__ == "__main__":

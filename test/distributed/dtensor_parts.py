@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -22,6 +23,17 @@ def case(function: Callable, name: str | None = None) -> Callable:
   """Register a law."""
   CASES[name or function.__name__] = function
   return function
+
+
+def enter_refusals(rows: dict[str, tuple]) -> None:
+  """Register a law for each row of a function, its error and the message."""
+  for name, (function, kind, message) in rows.items():
+
+    def refuses(function=function, kind=kind, message=message):
+      with pytest.raises(kind, match=message):
+        function()
+
+    case(refuses, f"refused: {name}")
 
 
 def grid() -> DeviceMesh:

@@ -9,6 +9,7 @@ from distributed.dtensor_parts import (
   X,
   assert_trains_alike,
   case,
+  enter_refusals,
   grid,
   line,
   numbers,
@@ -337,16 +338,4 @@ REFUSALS = {
     "fully_shard was applied to, but got ReLU",
   ),
 }
-
-
-def _enter_refusals() -> None:
-  for name, (function, kind, message) in REFUSALS.items():
-
-    def refuses(function=function, kind=kind, message=message):
-      with pytest.raises(kind, match=message):
-        function()
-
-    case(refuses, f"refused: {name}")
-
-
-_enter_refusals()
+enter_refusals(REFUSALS)
