@@ -113,7 +113,7 @@ def rule(*names: str, sized: tuple[str, ...] = ()) -> Callable[[Rule], Rule]:
   return register
 
 
-class Partition:
+class Grouping:
   """Numbers and constants of a template, grouped by their values in compared traces.
 
   Numbers with the same values in all of them are one operand.
@@ -179,7 +179,7 @@ class Trace:
   """Trace of a padded program.
 
   Args:
-    partition: grouped numbers of the template.
+    grouping: grouped numbers of the template.
     numbers: traced vectors of the groups' values, by kind.
     arrays: traced constants that differ between sizes.
 
@@ -188,18 +188,18 @@ class Trace:
     around: running operations, from the outermost to the innermost.
   """
 
-  def __init__(self, partition: Partition, numbers: dict, arrays: Sequence):
-    self._partition = partition
+  def __init__(self, grouping: Grouping, numbers: dict, arrays: Sequence):
+    self._grouping = grouping
     self._numbers = {kind: list(vector) for kind, vector in numbers.items()}
-    self._marks = iter(partition.marks)
+    self._marks = iter(grouping.marks)
     self._arrays = iter(arrays)
-    self._is_operand = iter(partition.is_operand)
+    self._is_operand = iter(grouping.is_operand)
     self.equal: list[tuple[Dims, Dims]] = []
     self.around: list[Equation] = []
 
   def run(self, inputs: Sequence) -> list:
     """Run the program on padded operands."""
-    template = self._partition.template
+    template = self._grouping.template
     graph = template.map(self._number, self._literal, self._array)
     return self.evaluate(graph, inputs)
 
@@ -208,7 +208,7 @@ class Trace:
   def _number(self, number):
     """Return the number, a `Size`, or a traced number that is no length."""
     mark = next(self._marks)
-    group = self._partition.groups.get(mark)
+    group = self._grouping.groups.get(mark)
     if group is None:
       return number
     traced = self._numbers[group[0]][group[1]]

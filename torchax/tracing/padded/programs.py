@@ -15,7 +15,7 @@ from jax.extend import core
 from torchax.core.program_limit import Counted
 from torchax.tracing.padded import calls, indexing, positions, rules, windows
 from torchax.tracing.padded.graphs import Graph, Values, align
-from torchax.tracing.padded.program import Partition, Size, Trace
+from torchax.tracing.padded.program import Grouping, Size, Trace
 
 # Rules register themselves.
 _RULES = (calls, indexing, positions, rules, windows)
@@ -25,18 +25,18 @@ class Program(NamedTuple):
   """Compiled program.
 
   Attributes:
-    partition: numbers that are its operands.
+    grouping: numbers that are its operands.
     jitted: `(operands, *leaves) -> leaves of the result`.
     equal: products of dims that have to be equal at all sizes.
   """
 
-  partition: Partition
+  grouping: Grouping
   jitted: Any
   equal: list
 
   def operands(self, values: Values) -> dict[str, Any] | None:
     """Return the operands for a trace, or None if it needs another program."""
-    found = self.partition.operands(values)
+    found = self.grouping.operands(values)
     if found is None:
       return None
     numbers = found["numbers"]
@@ -100,13 +100,13 @@ class Programs:
       return self._program, jax.device_put(operands)
 
   def _compile(self, values: Values, leaves: Sequence) -> tuple[Program, Any]:
-    compared = [] if self._program is None else self._program.partition.traces[1:]
-    partition = Partition(self._template, [*compared, values])
-    operands = partition.operands(values)
+    compared = [] if self._program is None else self._program.grouping.traces[1:]
+    grouping = Grouping(self._template, [*compared, values])
+    operands = grouping.operands(values)
     equal: list = []
 
     def padded(operands, *leaves):
-      trace = Trace(partition, operands["numbers"], operands["arrays"])
+      trace = Trace(grouping, operands["numbers"], operands["arrays"])
       results = trace.run(leaves)
       equal[:] = trace.equal
       return results
@@ -117,4 +117,4 @@ class Programs:
     program.__name__ = self._name
     jitted = jax.jit(program, **self._options)
     jitted.trace(operands, *leaves)  # a call reuses this trace
-    return Program(partition, jitted, equal), operands
+    return Program(grouping, jitted, equal), operands
