@@ -7,6 +7,7 @@ second, the template.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -192,6 +193,9 @@ class Graph:
     return Graph(shapes, constants, equations, literals(self.results), self.size)
 
 
+_name = functools.cache(str)  # numpy builds the name of a dtype anew
+
+
 def _shape(atom) -> tuple:
   return tuple(getattr(atom.aval, "shape", ()))
 
@@ -210,7 +214,7 @@ def _is_number(leaf) -> bool:
 
 
 def _literals(values: list) -> list[tuple[str, Any]]:
-  return [(str(v.dtype), _plain(v.value)) for v in values if isinstance(v, Literal)]
+  return [(_name(v.dtype), _plain(v.value)) for v in values if isinstance(v, Literal)]
 
 
 def _equation(eqn, use, define) -> Equation:
@@ -349,11 +353,11 @@ class _Alignment:
 
   def _kind_of_ours(self, value):
     is_literal = isinstance(value, Literal)
-    return str(value.dtype) if is_literal else self._kind(self.known.get(value))
+    return _name(value.dtype) if is_literal else self._kind(self.known.get(value))
 
   def _kind(self, value):
     is_literal = isinstance(value, Literal)
-    return str(value.dtype) if is_literal else self.same.get(value, value)
+    return _name(value.dtype) if is_literal else self.same.get(value, value)
 
   def _add_identity(self, ours, other, position: int) -> bool:
     """Add an operation that changes nothing to the trace without it, or raise.
