@@ -60,6 +60,21 @@ def test_torch_checks_equal_layers_of_a_trace_once(asked):
     jax_jit(lambda x: x.kthvalue(3)[0] + x.kthvalue(14)[0])(x)
 
 
+def test_equal_rows_of_foreach_are_checked_once(monkeypatch):
+  rows, error_of = [], torch_checks._error_of
+
+  def counting(op, args, *others):
+    rows.append(len(args[0]))
+    return error_of(op, args, *others)
+
+  monkeypatch.setattr(torch_checks, "_error_of", counting)
+  tensors = [torch.ones(size).to("jax") for size in (21, 22, 21, 22, 23)]
+  torch._foreach_add(tensors, tensors)
+  assert rows == [3]
+  with pytest.raises(RuntimeError, match=r"\(23\).*\(24\)"):
+    torch._foreach_add(tensors, [*tensors[:4], torch.ones(24).to("jax")])
+
+
 def test_checks_do_not_draw_from_the_cpu_generator():
   torch.manual_seed(0)
   before = torch.get_rng_state()

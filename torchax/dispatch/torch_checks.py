@@ -138,10 +138,30 @@ def refusal(op, args, kwargs) -> Exception | None:
     args, kwargs: arguments of `op`, with tensors or arrays.
   """
   kwargs = _on_device("meta", op, kwargs)
+  if str(op).startswith("aten._foreach_") and not kwargs:
+    args = _distinct_rows(args)
   error = _error_of(op, args, kwargs, _meta, {})
   if error is None or _config.jax_enable_x64:
     return error
   return _common_error(error, _error_of(op, args, kwargs, _meta, _WIDE))
+
+
+def _distinct_rows(args) -> list:
+  """Return arguments of a `_foreach` operation without rows of equal types."""
+  are_lists = [isinstance(arg, list | tuple) for arg in args]
+  lists = [arg for arg, is_list in zip(args, are_lists) if is_list]
+  others = [arg for arg, is_list in zip(args, are_lists) if not is_list]
+  # A tensor of scalars has one for each row.
+  if len(set(map(len, lists))) != 1 or tensor_types(others):
+    return args
+  first: dict[tuple, int] = {}
+  for row, parts in enumerate(zip(*lists)):
+    types = [tensor_types(part) or (type(part), part) for part in parts]
+    first.setdefault(tuple(types), row)
+  return [
+    [arg[row] for row in first.values()] if is_list else arg
+    for arg, is_list in zip(args, are_lists)
+  ]
 
 
 def _on_device(name: str, op, kwargs) -> dict | None:
