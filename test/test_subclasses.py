@@ -199,6 +199,27 @@ def test_pickle_and_file_keep_class(tmp_path):
     assert made.device.type == "jax" and made.tolist() == [1, 1, 1]
 
 
+class Plain(torch.Tensor):
+  """Class with the constructor of torch, which passes its tensor to it."""
+
+  def __init__(self, data):
+    super().__init__()
+    self.unit = "pixel"
+
+
+@pytest.mark.parametrize("cls", [torch.Tensor, Plain])
+def test_constructor_of_torch_returns_an_alias(cls):
+  x = torch.ones(3, device="jax")
+  leaf = torch.ones(3, device="jax", requires_grad=True)
+  made = cls(x)
+  assert isinstance(made, cls) and isinstance(made * 2, cls)
+  assert cls is torch.Tensor or made.unit == "pixel"
+  made.add_(1)
+  assert x.tolist() == [2, 2, 2]
+  (cls(leaf) * 2).sum().backward()
+  assert leaf.grad.tolist() == [2, 2, 2]
+
+
 def test_jax_jit_takes_subclass():
   assert torchax.interop.jax_jit(lambda x: x * 2)(_ones()).tolist() == [2, 2, 2]
 

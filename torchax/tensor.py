@@ -77,8 +77,10 @@ class Tensor(ArrayProtocols):
       requires_grad=requires_grad,
     )
 
-  def __init__(self, elem: Array, env: Any, requires_grad: bool = False):
+  def __init__(self, elem: Array, env: Any = None, requires_grad: bool = False):
     super().__init__()
+    if isinstance(elem, Tensor):
+      return  # an alias that `torch.Tensor(tensor)` has made
     self._storage = Storage(elem)
     self._chain = WHOLE
     self._env = env

@@ -89,6 +89,17 @@ def test_the_tensors_of_a_module_are_guessed_once():
   assert {id(t) for t in captures.tensors} == set(map(id, module.parameters()))
 
 
+class _Weight(nn.Parameter):
+  pass
+
+
+def test_parameters_of_subclasses_are_guessed():
+  module = nn.Linear(2, 1).to("jax")
+  module.bias = _Weight(module.bias.data)
+  captures = Captures(guess_from=lambda: module)
+  assert len(_arrays(captures)) == 2
+
+
 def test_a_wrong_guess_is_dropped_after_the_first_trace():
   module = nn.Linear(2, 1).to("jax")
   captures = Captures(guess_from=lambda: module)

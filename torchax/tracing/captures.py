@@ -115,7 +115,7 @@ class Captures:
       for part in module.modules() if isinstance(module, torch.nn.Module) else ():
         tables: tuple[dict, ...] = (part._parameters, part._buffers, vars(part))
         for value in itertools.chain.from_iterable(map(dict.values, tables)):
-          if type(value) is Tensor and (value.is_leaf or not value.requires_grad):
+          if isinstance(value, Tensor) and (value.is_leaf or not value.requires_grad):
             found.setdefault(id(value._storage), value)
     self._replace(list(found.values()))
     self._guess_state = _MADE if found else _NONE

@@ -27,6 +27,7 @@ def subclass_by(make: Callable, tensor_class: type) -> None:
     tensor_class: class of the tensors.
   """
   make_parameter, alias = torch.nn.Parameter.__new__, torch.Tensor.as_subclass
+  construct = torch.Tensor.__new__
 
   def as_subclass(self, cls):
     # `torch.Tensor.as_subclass(x, cls)`; a method of ours would not be found.
@@ -39,7 +40,12 @@ def subclass_by(make: Callable, tensor_class: type) -> None:
       return make(cls, data, requires_grad)
     return _make_subclass(cls, data, requires_grad, **kwargs)
 
-  def new(cls, data=None, requires_grad=True):
+  def new(*args, **kwargs):  # the signature that Dynamo accepts
+    if len(args) == 2 and isinstance(args[1], tensor_class) and not kwargs:
+      return args[1].as_subclass(args[0])
+    return construct(*args, **kwargs)
+
+  def new_parameter(cls, data=None, requires_grad=True):
     # torch would return a tensor of the class of `data`.
     if cls is not torch.nn.Parameter and isinstance(data, tensor_class):
       return make(cls, data, requires_grad)
@@ -48,4 +54,5 @@ def subclass_by(make: Callable, tensor_class: type) -> None:
   patch(torch.Tensor, "as_subclass", as_subclass, _FEATURE)
   if _make_subclass is not None:
     patch(torch.Tensor, "_make_subclass", staticmethod(make_subclass), _FEATURE)
-  patch(torch.nn.Parameter, "__new__", staticmethod(new), _FEATURE)
+  patch(torch.Tensor, "__new__", staticmethod(new), _FEATURE)
+  patch(torch.nn.Parameter, "__new__", staticmethod(new_parameter), _FEATURE)
