@@ -111,3 +111,22 @@ def test_a_class_registered_with_jax_still_crosses():
   with pytest.raises(TypeError, match="not a tensor"):  # it holds arrays
     jax_view(Results(_x(), []))
   assert jax_jit(lambda x: Results(x, []))(_x()).values.tolist() == [0, 1, 2]
+
+
+class Named:
+  """Container that JAX knows, with static data that has no hash."""
+
+  def __init__(self, values, names):
+    self.values, self.names = values, names
+
+
+jax.tree_util.register_pytree_node(
+  Named,
+  lambda named: ((named.values,), named.names),
+  lambda names, values: Named(*values, names),
+)
+
+
+def test_results_may_have_static_data_without_a_hash():
+  found = jax_jit(lambda x: Named(x, ["a"]))(_x())
+  assert isinstance(found.values, torch.Tensor) and found.names == ["a"]

@@ -112,17 +112,25 @@ def is_adopted(value) -> bool:
   return type(value) in _adopted
 
 
-@functools.lru_cache(maxsize=1024)
 def is_plain(structure: Any) -> bool:
   """Return True if a tree has no boxes and no containers of adopted classes.
 
-  Its leaves can then be converted one by one, without a look at inner nodes.
+  Its leaves can then be converted one by one, without a look at inner nodes. False also
+  if a class has static data without a hash.
   """
+  try:
+    return _is_plain(structure)
+  except TypeError:
+    return False
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_plain(structure: Any) -> bool:
   node = structure.node_data()
   if node is None:
     return True
   is_replaced = node[0] in (Container, StaticValue) or node[0] in _adopted
-  return not is_replaced and all(map(is_plain, structure.children()))
+  return not is_replaced and all(map(_is_plain, structure.children()))
 
 
 def _flatten(node: torch_pytree.NodeDef, value) -> tuple[list, _Context]:
