@@ -28,6 +28,29 @@ def test_a_compiled_function_equals_the_function(x):
   assert_same(compiled(x, other, extra=x), function(A, B, extra=A))
 
 
+@pytest.mark.parametrize("keys", ["ba", "ab", (1, "a")])
+def test_dicts_keep_the_order_of_their_keys(x, keys):
+  def function(values):
+    first, second = values.values()
+    return {"z": first - second, "y": {2: first, "x": second}}
+
+  for order in (keys, keys[::-1]):
+    actual = jax_jit(function)(dict(zip(order, (x, 2 * x))))
+    expected = function(dict(zip(order, (A, 2 * A))))
+    assert list(actual) == list(expected)
+    assert list(actual["y"]) == list(expected["y"])
+    assert_same(list(actual["y"].values()), list(expected["y"].values()))
+    assert_same(actual["z"], expected["z"])
+
+
+def test_gradients_of_a_dict_keep_the_order_of_its_keys(x):
+  _, gradients = interop.jax_value_and_grad(lambda d: (d["b"] * d["a"]).sum())(
+    {"b": x, "a": 2 * x}
+  )
+  assert list(gradients) == ["b", "a"]
+  assert_same(gradients["b"], 2 * A)
+
+
 def test_a_compiled_function_is_traced_once_per_shape(x):
   traces = []
 

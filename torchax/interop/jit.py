@@ -107,7 +107,17 @@ class Jitted(Generic[P, R]):
     buckets = jit_kwargs.pop("buckets", None)
     if jit is jax.jit:
       jit_kwargs = with_names("jax_jit", function, jit_kwargs, ("static", "donate"))
-    options = Options(lifts=True, records=True, assigns=True, lifts_numbers=True)
+    # Shardings and buckets have the structure that JAX gives to arguments and results.
+    self._keeps_order = buckets is None and not any(
+      "shardings" in k for k in jit_kwargs
+    )
+    options = Options(
+      lifts=True,
+      records=True,
+      assigns=True,
+      lifts_numbers=True,
+      keeps_order=self._keeps_order,
+    )
     self.traced = Traced(function, options, captured)
     self._compile = jit
     self._sizes: PaddedSizes | None = None
@@ -229,7 +239,7 @@ class Jitted(Generic[P, R]):
       applies_effects: apply the effects, such as in-place changes.
       alive: object to keep alive as long as the result may be differentiated.
     """
-    leaves, args, kwargs = _flatten(args, kwargs)
+    leaves, args, kwargs = _flatten(args, kwargs, self._keeps_order)
     (out, effects), rng, operands = self._run(leaves, extra, args, kwargs)
     if active.boundary is not None:
       for guards in active.boundary.guards_around():
@@ -333,7 +343,7 @@ class Jitted(Generic[P, R]):
     return self._abstractly("trace", args, kwargs)
 
   def _abstractly(self, method: str, args, kwargs) -> Any:
-    leaves, args, kwargs = _flatten(args, kwargs)
+    leaves, args, kwargs = _flatten(args, kwargs, self._keeps_order)
     run = getattr(self._jit_for(len(args)), method)
     return self._keyed.try_abstractly(
       lambda rng: run(rng, self.traced.operands(leaves), *args, **kwargs)
@@ -352,7 +362,7 @@ class Jitted(Generic[P, R]):
       Three values: the cache key by name with the names of the argument leaves, the
       effects, and the advance of the random stream.
     """
-    leaves, args, kwargs = _flatten(args, kwargs)
+    leaves, args, kwargs = _flatten(args, kwargs, self._keeps_order)
     jitted = self._jit_for(len(args))
     given = (None,) * LEADING + tuple(args)
     boxed = static_arguments.convert_static(self._kwargs, StaticValue, given, kwargs)
@@ -381,7 +391,7 @@ def _apply_effects(effects: Effects, out, leaves, applies: bool, differentiate) 
   return with_environments(out, effects.environments) if effects.environments else out
 
 
-def _flatten(args, kwargs):
+def _flatten(args, kwargs, keeps_order: bool = True):
   """Return the argument leaves, and the arguments with arrays for tensors."""
   if not kwargs:
     arrays = []
@@ -395,7 +405,9 @@ def _flatten(args, kwargs):
         break
     else:
       return args, arrays, kwargs
-  leaves, treedef = jax.tree.flatten(static_arguments.box_arguments((args, kwargs)))
+  args = static_arguments.box_arguments(args, keeps_order)
+  kwargs = {k: static_arguments.box_arguments(kwargs[k], keeps_order) for k in kwargs}
+  leaves, treedef = jax.tree.flatten((args, kwargs))
   args, kwargs = jax.tree.unflatten(treedef, list(map(array_of, leaves)))
   return leaves, args, kwargs
 

@@ -54,7 +54,7 @@ class _Context:
     return type(other) is _Context and bool(self.value == other.value)
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_pytree_with_keys_class
 class Container:
   """JAX pytree node for a container that torch can flatten.
 
@@ -72,23 +72,31 @@ class Container:
   def tree_flatten(self):
     return self.children, (self.cls, self.context)
 
+  def tree_flatten_with_keys(self):
+    make_key = jax.tree_util.DictKey if self.cls is dict else jax.tree_util.SequenceKey
+    names = self.context.value if self.cls is dict else range(len(self.children))
+    return list(zip(map(make_key, names), self.children)), (self.cls, self.context)
+
   @classmethod
   def tree_unflatten(cls, static, children):
     return cls(*static, children)
 
   def unbox(self, convert: Callable) -> Any:
-    """Rebuild the container from the converted children."""
+    """Rebuild the container; `convert` converts the list of its children."""
     node = torch_pytree.SUPPORTED_NODES[self.cls]
-    return node.unflatten_fn(list(map(convert, self.children)), self.context.value)
+    return node.unflatten_fn(convert(list(self.children)), self.context.value)
 
 
 def box_container(leaf, convert: Callable) -> Container | None:
-  """Box a leaf that torch can flatten, with converted children; None for others."""
+  """Box a leaf that torch can flatten; None for others.
+
+  `convert` converts the list of its children.
+  """
   node = torch_pytree.SUPPORTED_NODES.get(type(leaf))
   if node is None:
     return None
   children, context = _flatten(node, leaf)
-  return Container(type(leaf), context, list(map(convert, children)))
+  return Container(type(leaf), context, convert(list(children)))
 
 
 def adopt(leaf) -> bool:
@@ -112,25 +120,22 @@ def is_adopted(value) -> bool:
   return type(value) in _adopted
 
 
-def is_plain(structure: Any) -> bool:
-  """Return True if a tree has no boxes and no containers of adopted classes.
-
-  Its leaves can then be converted one by one, without a look at inner nodes. False also
-  if a class has static data without a hash.
-  """
+def _may_have_boxes(structure: Any) -> bool:
+  """Return False if a tree has no boxes: its leaves can be converted one by one."""
   try:
-    return _is_plain(structure)
-  except TypeError:
-    return False
+    return _has_boxes(structure)
+  except TypeError:  # static data of a user's class without a hash
+    return True
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_plain(structure: Any) -> bool:
+def _has_boxes(structure: Any) -> bool:
   node = structure.node_data()
   if node is None:
-    return True
-  is_replaced = node[0] in (Container, StaticValue) or node[0] in _adopted
-  return not is_replaced and all(map(_is_plain, structure.children()))
+    return False
+  return node[0] in (Container, StaticValue) or any(
+    map(_has_boxes, structure.children())
+  )
 
 
 def _flatten(node: torch_pytree.NodeDef, value) -> tuple[list, _Context]:
@@ -145,9 +150,9 @@ def tensors_of(tree) -> Any:
   """
   structure: Any  # JAX's annotations lack its methods
   leaves, structure = jax.tree.flatten(tree)
-  if is_plain(structure):  # ten times as fast for many leaves
-    return structure.unflatten(map(_tensor_of, leaves))
-  return jax.tree.map(_tensor_of, tree, is_leaf=lambda v: isinstance(v, _LEAVES))
+  if _may_have_boxes(structure):
+    return jax.tree.map(_tensor_of, tree, is_leaf=lambda v: isinstance(v, _LEAVES))
+  return structure.unflatten(map(_tensor_of, leaves))
 
 
 _LEAVES = (torch.Tensor, Container, StaticValue)

@@ -6,6 +6,7 @@ generator is static by identity; its random state is an operand
 devices, so these are static by value. Wrappers box before a call and unbox after it.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from torchax.compat import jax_compat
 from torchax.core.partitions import is_tensor
 from torchax.core.static_values import CONSTANTS, StaticValue
 from torchax.tensor import Tensor
-from torchax.tracing.conversions import Container, box_container, is_adopted, is_plain
+from torchax.tracing.conversions import Container, box_container, is_adopted
 
 
 @jax.tree_util.register_static
@@ -45,16 +46,19 @@ _UNBOXED = frozenset({Tensor, jax_compat.ArrayImpl, np.ndarray, int, float, comp
 _KNOWN_RESULTS = (torch.Tensor, jax.Array, np.ndarray, np.generic)
 
 
-def box(tree, constants: frozenset[type] = frozenset()) -> Any:
+def box(
+  tree, constants: frozenset[type] = frozenset(), keeps_order: bool = False
+) -> Any:
   """Box generators as part of the tree's structure, and torch's containers.
 
   Args:
     tree: a pytree of JAX.
     constants: classes of leaves that are boxed by value.
+    keeps_order: box dicts whose keys JAX would sort.
   """
-  leaves, structure = jax.tree.flatten(tree)
-  if _UNBOXED.issuperset(map(type, leaves)) and is_plain(structure):
+  if type(tree) is list and _UNBOXED.issuperset(map(type, tree)):
     return tree
+  parts_of = functools.partial(box, constants=constants, keeps_order=keeps_order)
 
   def box_leaf(leaf):
     if is_tensor(leaf):
@@ -63,17 +67,30 @@ def box(tree, constants: frozenset[type] = frozenset()) -> Any:
       return StaticValue(leaf)
     if isinstance(leaf, torch.Generator):
       return BoxedGenerator(leaf)
-    return box_container(leaf, lambda part: box(part, constants)) or leaf
+    if type(leaf) is dict and _is_sorted(leaf):
+      return dict(zip(leaf, parts_of(list(leaf.values()))))
+    return box_container(leaf, parts_of) or leaf
 
-  return jax.tree.map(box_leaf, tree, is_leaf=lambda v: is_tensor(v) or is_adopted(v))
+  def is_leaf(value) -> bool:
+    return is_tensor(value) or is_adopted(value) or keeps_order and type(value) is dict
+
+  return jax.tree.map(box_leaf, tree, is_leaf=is_leaf)
 
 
-def box_arguments(tree) -> Any:
+def _is_sorted(mapping: dict) -> bool:
+  keys = list(mapping)
+  try:
+    return keys == sorted(keys)
+  except TypeError:  # keys without an order, which JAX refuses
+    return False
+
+
+def box_arguments(tree, keeps_order: bool = False) -> Any:
   """Apply `box`, and box flags, strings, dtypes and devices as well."""
-  return box(tree, _CONSTANTS)
+  return box(tree, _CONSTANTS, keeps_order)
 
 
-def box_results(tree, name: str) -> Any:
+def box_results(tree, name: str, keeps_order: bool = False) -> Any:
   """Apply `box` to the result of a function, and box its constants as well.
 
   Numbers and booleans are not boxed: they become tensors.
@@ -81,7 +98,7 @@ def box_results(tree, name: str) -> Any:
   Raises:
     TypeError: a leaf is neither a tensor, an array nor a constant.
   """
-  boxed = box(tree, _CONSTANT_RESULTS)
+  boxed = box(tree, _CONSTANT_RESULTS, keeps_order)
   for leaf in jax.tree.leaves(boxed, is_leaf=is_tensor):
     kind = type(leaf)
     if jax_compat.is_ref(leaf):

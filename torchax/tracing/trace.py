@@ -101,12 +101,14 @@ class Options(NamedTuple):
     records: torch's autograd can differentiate a call, by a `Tape`.
     assigns: tensors assigned to plain attributes of modules are results.
     lifts_numbers: Python numbers, such as learning rates, are operands.
+    keeps_order: dicts of results keep the order of their keys, which JAX would sort.
   """
 
   lifts: bool = False
   records: bool = False
   assigns: bool = False
   lifts_numbers: bool = False
+  keeps_order: bool = False
 
 
 class Traced:
@@ -377,7 +379,8 @@ class Traced:
           "by `torch_view(ref[...])`, and write it by `ref[...] = jax_view(tensor)`."
         )
       raise
-    return static_arguments.box_results(out, self.__name__)
+    keeps_order = self.options.keeps_order
+    return static_arguments.box_results(out, self.__name__, keeps_order)
 
   @contextlib.contextmanager
   def _on_host(self, needs: list[Callable]) -> Iterator[None]:
