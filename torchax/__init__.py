@@ -238,7 +238,7 @@ def _compose() -> None:
   distributed.register()
   applied_functions.register()
   torch_compat.keep_from_dynamo(
-    *(tensor, array_protocols, view, environment, modes),
+    *(tensor, array_protocols, view, environment, modes, factories),
     *(device_module, device_module.Generator),
     *(placement, tracebacks, *interop.MODULES),
   )

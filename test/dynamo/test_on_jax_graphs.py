@@ -154,6 +154,17 @@ def test_float_in_a_condition_is_a_constant(x, function):
       assert actual[1:] == expected[1:], "Python floats, to the last digit"
 
 
+def test_dynamo_skips_factories_of_packed_sequences():
+  lengths, lstm = torch.tensor([5, 2, 4]), torch.nn.LSTM(8, 4).to("jax")
+
+  def run(x):
+    packed = torch.nn.utils.rnn.pack_padded_sequence(x, lengths, enforce_sorted=False)
+    return torch.nn.utils.rnn.pad_packed_sequence(lstm(packed)[0])[0]
+
+  x = torch.linspace(-1, 1, 120).reshape(5, 3, 8).to("jax")
+  torch.testing.assert_close(compiled(run)(x), run(x))
+
+
 @pytest.mark.parametrize("dynamic", [True, None])
 def test_sizes_among_the_results_are_integers(dynamic):
   def function(x):
