@@ -34,6 +34,30 @@ def test_mutable_decompositions_write_to_an_argument():
   assert not {aten.addcmul.default} & set(mutable)
 
 
+@torch.library.custom_op("torchax_test::thrice", mutates_args=())
+def thrice(x: torch.Tensor) -> torch.Tensor:
+  return x + 2 * x
+
+
+@torch.library.custom_op("torchax_test::append", mutates_args={"x"})
+def append(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+  x.add_(y)
+  return x * y
+
+
+thrice.register_autograd(lambda ctx, grad: 3 * grad)
+
+
+@pytest.mark.parametrize("way", [lambda f: f, jax_jit])
+def test_custom_operators_run_their_function_on_jax_tensors(way):
+  x = torch.ones(2, device="jax", requires_grad=True)
+  way(lambda x: thrice(x) ** 2)(x).sum().backward()
+  assert x.grad.tolist() == [18, 18]
+  x = torch.ones(2, device="jax")
+  assert way(append)(x, 2 * x).tolist() == [6, 6]
+  assert x.tolist() == [3, 3]
+
+
 @pytest.mark.parametrize("device", ["cpu", "jax"])
 def test_bernoulli_has_the_given_probabilities(device):
   probabilities = torch.tensor([0.0, 0.25, 1.0]).expand(4000, 3).to(device)

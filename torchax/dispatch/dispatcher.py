@@ -200,8 +200,9 @@ class Dispatcher:
       return self._env._decomps.own[func]
     # In inference mode torch dispatches composite operations without decomposing them.
     # torch's composite kernel calls the same operations as in other modes. They may
-    # write to running statistics or read a value, so it is not compiled.
-    is_composite = torch_compat.is_composite(func)
+    # write to running statistics or read a value, so it is not compiled. The same
+    # holds for the code of a user's operator.
+    is_composite = torch_compat.is_composite(func) or torch_compat.is_custom(func)
     decompose = None if is_composite else operators.decompositions.get(func)
     if decompose is None:
       decompose = torch_compat.composite_decomposition(func)

@@ -302,8 +302,11 @@ def _require_lowering(node: fx.Node, target) -> None:
   dispatcher = default_env()._dispatcher
   if isinstance(target, torch_compat.HigherOrderOperator):
     if node.args and isinstance(node.args[0], torch_compat.OpOverload):
-      # `auto_functionalized`, for a custom operation that changes its arguments.
-      dispatcher.plan_for(node.args[0])
+      # `auto_functionalized`
+      raise OperatorNotFound(
+        f"{node.args[0]} has no lowering for graphs of CPU tensors, because it changes "
+        "its arguments. Move the tensors to jax."
+      )
     higher_order.on_arrays(target)
   elif isinstance(target, torch_compat.OpOverload):
     dispatcher.plan_for(target)

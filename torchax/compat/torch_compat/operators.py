@@ -67,6 +67,9 @@ def aten_packets() -> list:
 _composite_key = private.find(
   "torch._C.DispatchKey.CompositeImplicitAutograd", _DECOMPOSITIONS
 )
+_explicit_key = private.find(
+  "torch._C.DispatchKey.CompositeExplicitAutograd", _DECOMPOSITIONS
+)
 _has_kernel = private.find(
   "torch._C._dispatch_has_kernel", _DECOMPOSITIONS, instead=lambda name: True
 )
@@ -80,13 +83,24 @@ _can_decompose = private.find(
 )
 
 
-def is_composite(func) -> bool:
-  """Return True for a CompositeImplicitAutograd overload, such as `reshape`."""
+def _has_kernel_with(func, key: str) -> bool:
   if not isinstance(func, OpOverload):
     return False
   name = func.name()
   # Overloads only for TorchScript have no kernels; the second query needs some.
-  return _has_kernel(name) and _has_kernel_for_key(name, "CompositeImplicitAutograd")
+  return _has_kernel(name) and _has_kernel_for_key(name, key)
+
+
+def is_composite(func) -> bool:
+  """Return True for a CompositeImplicitAutograd overload, such as `reshape`."""
+  return _has_kernel_with(func, "CompositeImplicitAutograd")
+
+
+def is_custom(func) -> bool:
+  """Return True for a user's overload for all devices (`torch.library.custom_op`)."""
+  if getattr(func, "namespace", "aten") in ("aten", "prims"):
+    return False
+  return _has_kernel_with(func, "CompositeExplicitAutograd")
 
 
 def composite_kernel(func):
@@ -107,6 +121,8 @@ def composite_decomposition(func):
     return getattr(func, "impl_aten", None)
   if is_composite(func):
     return composite_kernel(func)
+  if is_custom(func) and not isinstance(_run_kernel, private.Unavailable):
+    return functools.partial(func._op_dk, _explicit_key)
   if isinstance(func, OpOverload) and _can_decompose(func):
     return func.decompose
   return None
