@@ -79,11 +79,8 @@ class Tensor(ArrayProtocols):
 
   def __init__(self, elem: Array, env: Any = None, requires_grad: bool = False):
     super().__init__()
-    if isinstance(elem, Tensor):
-      return  # an alias that `torch.Tensor(tensor)` has made
-    self._storage = Storage(elem)
-    self._chain = WHOLE
-    self._env = env
+    if not isinstance(elem, Tensor):  # `torch.Tensor(tensor)` has made an alias
+      self._storage, self._chain, self._env = Storage(elem), WHOLE, env
 
   @property
   def __class__(self):

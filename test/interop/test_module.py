@@ -208,7 +208,7 @@ def test_shared_parameters_are_passed_once_if_deduplicated():
   assert set(kept.buffers) == BUFFERS
 
 
-def test_extract_jax_takes_a_single_argument_like_functional_call():
+def test_extract_jax_takes_a_single_argument():
   arrays, function = interop.extract_jax(torch.nn.Linear(4, 2))
   x = jax.numpy.ones((3, 4))
   assert (function(arrays, x) == function(arrays, (x,))).all()

@@ -193,7 +193,7 @@ class Graph:
     return Graph(shapes, constants, equations, literals(self.results), self.size)
 
 
-_name = functools.cache(str)  # numpy builds the name of a dtype anew
+_name = functools.cache(str)  # numpy builds a dtype's name at each call
 
 
 def _shape(atom) -> tuple:
