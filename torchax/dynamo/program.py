@@ -302,7 +302,7 @@ def _require_lowering(node: fx.Node, target) -> None:
   dispatcher = default_env()._dispatcher
   if isinstance(target, torch_compat.HigherOrderOperator):
     if node.args and isinstance(node.args[0], torch_compat.OpOverload):
-      # `auto_functionalized`
+      # `auto_functionalized` has no lowering. The message names the operation in it.
       raise OperatorNotFound(
         f"{node.args[0]} has no lowering for graphs of CPU tensors, because it changes "
         "its arguments. Move the tensors to jax."
