@@ -151,7 +151,7 @@ def _distinct_rows(args) -> list:
   are_lists = [isinstance(arg, list | tuple) for arg in args]
   lists = [arg for arg, is_list in zip(args, are_lists) if is_list]
   others = [arg for arg, is_list in zip(args, are_lists) if not is_list]
-  # A tensor of scalars has one for each row.
+  # Errors about lengths need all rows, and so does a tensor with a scalar for each.
   if len(set(map(len, lists))) != 1 or tensor_types(others):
     return args
   first: dict[tuple, int] = {}

@@ -391,7 +391,7 @@ def _apply_effects(effects: Effects, out, leaves, applies: bool, differentiate) 
   return with_environments(out, effects.environments) if effects.environments else out
 
 
-def _flatten(args, kwargs, keeps_order: bool = True):
+def _flatten(args, kwargs, keeps_order: bool):
   """Return the argument leaves, and the arguments with arrays for tensors."""
   if not kwargs:
     arrays = []

@@ -74,5 +74,5 @@ def apply_weight_mat(x, weights, axis: int, precision=lax.Precision.HIGHEST):
   return jnp.moveaxis(resized, -1, axis)
 
 
-# Upstream's copy of JAX's function.
+# google/torchax has a copy of JAX's function under this name.
 scale_and_translate = jax.image.scale_and_translate
