@@ -17,9 +17,11 @@ class EdgeDifference(expectations.Difference):
 
   Attributes:
     points: names of points in `edge_points.py`; all if empty.
+    by_processor: the kernels of the processor decide whether there is a difference.
   """
 
   points: tuple[str, ...] = ()
+  by_processor: bool = False
 
 
 INFINITE = (
@@ -30,12 +32,13 @@ BY_JAX = ("jax_gradient",)
 
 DIFFERENCES: tuple[EdgeDifference, ...] = (
   EdgeDifference(
-    ("linalg.cond", "linalg.eig", "linalg.eigvals"),
+    ("linalg.cond", "linalg.eig", "linalg.eigvals", "linalg.eigvalsh"),
     CHECKS,
     "equal eigenvalues have no derivative: which vectors LAPACK returns for them, and "
     "whether their matrix is singular, goes by the processor",
     (AssertionError, torch.linalg.LinAlgError),
     points=("ties",),
+    by_processor=True,
   ),
   EdgeDifference(
     ("kthvalue", "topk", "sort", "msort"),

@@ -1,7 +1,8 @@
 """Gradients where a derivative is a convention: eager and by JAX, against CPU torch.
 
 The quick form takes the edge points of one suggested input, `make test-opinfo` those of
-two. The latter also fails for a row of `edge_expectations.py` that no operator needs.
+two. The latter also fails for a row of `edge_expectations.py` that no operator needs,
+unless the processor decides that.
 """
 
 import warnings
@@ -55,7 +56,8 @@ def test_gradients_at_edge_points_equal_cpu_torch(name):
     raise ExceptionGroup(name, failures)
   if database.IS_FULL:
     rows = [row for row in edge_expectations.DIFFERENCES if row.names(name)]
-    assert not [row.reason for row in rows if row not in needed]
+    strict = [row for row in rows if not row.by_processor]
+    assert not [row.reason for row in strict if row not in needed]
 
 
 def test_the_operators_are_not_empty():
