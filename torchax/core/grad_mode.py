@@ -11,17 +11,17 @@ off too. JAX differentiates these, unless the function was applied with grad mod
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import torch
-from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from torchax.compat import jax_compat, torch_compat
 from torchax.compat.patches import setting
+from torchax.core.linear_maps import zero_tangent
 
 
 class _Applied(threading.local):
@@ -106,7 +106,11 @@ def stop_gradients(tree):
   """Apply `stop_gradient` to the arrays in a tree if grad mode asks for it."""
   if not is_stopped():
     return tree
-  return jax.tree.map(lambda x: lax.stop_gradient(x) if may_derive(x) else x, tree)
+  leaves, structure = jax.tree.flatten(tree)
+  places = [index for index, leaf in enumerate(leaves) if may_derive(leaf)]
+  for place, array in zip(places, _bind([], [leaves[place] for place in places])):
+    leaves[place] = array
+  return jax.tree.unflatten(structure, leaves)
 
 
 def may_derive(value) -> bool:
@@ -120,36 +124,65 @@ def with_derivative_of(old: jax.Array, new: jax.Array) -> jax.Array:
   Raises:
     ValueError: the shapes or dtypes differ.
   """
-  if old.shape != new.shape or old.dtype != new.dtype:
-    raise ValueError(
-      f"Expected an array of shape {old.shape} and {old.dtype}, but got {new.shape} "
-      f"and {new.dtype}."
-    )
-  if not jnp.issubdtype(new.dtype, jnp.inexact):
-    return new
-  return _with_derivative_of_p.bind(old, new)
+  return with_derivatives_of([old], [new])[0]
 
 
-# A primitive is cheaper than `jax.custom_jvp`; an optimizer's step has hundreds.
-_with_derivative_of_p = Primitive("with_derivative_of")
+def with_derivatives_of(
+  old: Sequence[jax.Array], new: Sequence[jax.Array]
+) -> list[jax.Array]:
+  """Return the arrays of `new`, with the tangents of those of `old`.
+
+  Raises:
+    ValueError: the shapes or dtypes of a pair differ.
+  """
+  result = list(new)
+  places = []
+  for place, (before, after) in enumerate(zip(old, new, strict=True)):
+    if before.shape != after.shape or before.dtype != after.dtype:
+      raise ValueError(
+        f"Expected an array of shape {before.shape} and {before.dtype}, but got "
+        f"{after.shape} and {after.dtype}."
+      )
+    if jnp.issubdtype(after.dtype, jnp.inexact):
+      places.append(place)
+  found = _bind([old[place] for place in places], [new[place] for place in places])
+  for place, array in zip(places, found):
+    result[place] = array
+  return result
 
 
-@_with_derivative_of_p.def_impl
-@_with_derivative_of_p.def_abstract_eval
-def _new(old, new):
-  return new
+# Values without their own derivatives: operands are the arrays whose tangents they get
+# (none: zeros), then the values. One equation serves all tensors of an optimizer; a
+# primitive is cheaper than `jax.custom_jvp`.
+_with_derivatives_of_p = Primitive("with_derivatives_of")
+_with_derivatives_of_p.multiple_results = True
 
 
-def _jvp(primals, tangents):
-  return with_derivative_of(*primals), tangents[0]
+def _bind(old: Sequence, new: Sequence) -> list:
+  return _with_derivatives_of_p.bind(*old, *new, count=len(new)) if new else []
 
 
-def _batch(args, axes):
+@_with_derivatives_of_p.def_impl
+@_with_derivatives_of_p.def_abstract_eval
+def _new(*operands, count):
+  return list(operands[-count:])
+
+
+def _jvp(primals, tangents, *, count):
+  result = _with_derivatives_of_p.bind(*primals, count=count)
+  if len(primals) > count:
+    return result, list(tangents[:count])
+  return result, list(map(zero_tangent, result))
+
+
+def _batch(args, axes, *, count):
   size = next(a.shape[d] for a, d in zip(args, axes) if d is not None)
   moved = [batching.bdim_at_front(a, d, size) for a, d in zip(args, axes)]
-  return with_derivative_of(*moved), 0
+  return _with_derivatives_of_p.bind(*moved, count=count), [0] * count
 
 
-ad.primitive_jvps[_with_derivative_of_p] = _jvp
-batching.primitive_batchers[_with_derivative_of_p] = _batch
-mlir.register_lowering(_with_derivative_of_p, lambda context, old, new: [new])
+ad.primitive_jvps[_with_derivatives_of_p] = _jvp
+batching.primitive_batchers[_with_derivatives_of_p] = _batch
+mlir.register_lowering(
+  _with_derivatives_of_p, lambda context, *operands, count: list(operands[-count:])
+)

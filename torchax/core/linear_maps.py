@@ -174,10 +174,15 @@ def _jvp_of_outputs(primals, tangents, *, transpose, counts):
   moving = [i for i in range(count) if not _is_zero(tangents[start + i])]
   results = [jax.typeof(array) for array in out]
   if not moving:
-    return out, list(map(ad.Zero.from_primal_value, out))
+    return out, list(map(zero_tangent, out))
   rule = functools.partial(_transposed_by_some, transpose, count, tuple(moving))
   tangents = [tangents[start + i] for i in moving]
   return out, linear_map(rule, [*out, *primals[start:]], tangents, results)
+
+
+def zero_tangent(value) -> ad.Zero:
+  """Return the zero tangent of an array, for a rule of `jax.interpreters.ad`."""
+  return ad.Zero(jax.typeof(value).to_tangent_aval())
 
 
 def _is_zero(tangent) -> bool:

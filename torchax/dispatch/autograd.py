@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import torch
 
 from torchax.compat import jax_compat, torch_compat
-from torchax.core import deferred, explicit_axes, grad_mode, program_limit
+from torchax.core import deferred, explicit_axes, grad_mode
 from torchax.core.chains import WHOLE, reader_of
 from torchax.core.recorder import ARRAYS
 from torchax.core.storage import active
@@ -35,6 +35,23 @@ def conjugate(arrays):
   return [
     a.conj() if jnp.issubdtype(a.dtype, jnp.complexfloating) else a for a in arrays
   ]
+
+
+class _Compiled:
+  """Function of arrays, with its program.
+
+  Attributes:
+    function: the function.
+    program: see `compiling.jit_if_possible`.
+    inlined: the function, for calls that become part of a jaxpr. Calls on equal types,
+      as in the layers of a model, are traced once.
+  """
+
+  def __init__(self, function: Callable, operator: Operator | None = None):
+    self.function = function
+    self.program = compiling.jit_if_possible(function, operator)
+    may_fail = operator is not None and operator.execution.compiled is None
+    self.inlined = function if may_fail else jax.jit(function, inline=True)
 
 
 class ArrayFunction:
@@ -69,27 +86,26 @@ class ArrayFunction:
     may_fail = operator is not None and operator.execution.compiled is None
     self._run = deferred.run_at_once if may_fail else deferred.run
     self._function = function = explicit_axes.with_explicit_axes(function, compiled)
-    self._compiled = compiling.jit_if_possible(function, operator)
-    self._compiled_linearize = compiling.jit_if_possible(self._linearize, operator)
+    self._value = _Compiled(function, operator)
+    self._linearized = _Compiled(self._linearize, operator)
     self._gradients: dict[tuple, ArrayFunction] = {}
 
   def value(self, *arrays):
     """Return the result; compiled unless JAX is tracing."""
-    return self._call(self._compiled, self._function, arrays)
+    return self._call(self._value, arrays)
 
   def pull(self, pullback, cotangents: list) -> list:
     """Return the cotangents of the inputs; see `linearize`."""
-    operands = (pullback, cotangents)
-    return self._call(_compiled_pull_cotangents(), _pull_cotangents, operands)
+    return self._call(_pull_compiled(), (pullback, cotangents))
 
-  def _call(self, compiled: Any, function: Callable, operands: Sequence):
-    """Call the program, its `in_traces`, or the bare function."""
+  def _call(self, form: "_Compiled", operands: Sequence):
+    """Call the form of a function that suits the trace in progress."""
     allowed = self._operator is None or self._operator.execution.compiled is not False
     if not (allowed and self._is_compiled):
-      return function(*deferred.values(operands))
+      return form.function(*deferred.values(operands))
     if jax_compat.is_top_level():
-      return self._run(compiled, operands)
-    run = function if jax_compat.is_staging() else compiled.in_traces
+      return self._run(form.program, operands)
+    run = form.inlined if jax_compat.is_staging() else form.program.in_traces
     return run(*deferred.values(operands))
 
   def linearize(self, *arrays):
@@ -97,7 +113,7 @@ class ArrayFunction:
 
     Both lists of cotangents contain floating-point and complex leaves only.
     """
-    return self._call(self._compiled_linearize, self._linearize, arrays)
+    return self._call(self._linearized, arrays)
 
   def _linearize(self, *arrays):
     indices = [n for n, a in enumerate(arrays) if n >= self._numbers and is_inexact(a)]
@@ -145,8 +161,8 @@ def _pull_cotangents(pullback, cotangents):
 
 
 @functools.cache
-def _compiled_pull_cotangents() -> Callable:
-  return program_limit.jit(_pull_cotangents)
+def _pull_compiled() -> _Compiled:
+  return _Compiled(_pull_cotangents)
 
 
 def _operand(tensor: Tensor):

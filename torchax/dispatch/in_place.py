@@ -136,11 +136,11 @@ class InPlacePlan:
       raise_as_torch(error, self.op, args, kwargs, plan.operator)
       raise
     results = written if self.writes_lists else (written,)
-    is_stopped = type(results[0]) not in ARRAYS and grad_mode.is_stopped()
+    if type(results[0]) not in ARRAYS and grad_mode.is_stopped():
+      olds = [target._storage.read() for target in targets]
+      results = grad_mode.with_derivatives_of(olds, results)
     for target, array in zip(targets, results):
       storage = target._storage
-      if is_stopped:
-        array = grad_mode.with_derivative_of(storage.read(), array)
       if self.overwrites:
         sharding = placement.committed_sharding(storage.operand)
         array = (

@@ -7,9 +7,14 @@ schemas (`dispatch/in_place.py`). Optimizer steps with `fused=True` are in
 `fused_optimizers.py`.
 """
 
+import functools
+from collections.abc import Callable
+
+import jax
 import jax.numpy as jnp
 
 from torchax.core import mappings
+from torchax.core.partitions import Partition, is_array
 from torchax.ops.builtin import op
 from torchax.ops.jaten import _numbers
 from torchax.ops.promotion import is_exact, to_float, widen
@@ -88,10 +93,25 @@ _STATIC = {aten._foreach_pow: ("exponent",)}
 _OVERWRITING = (aten._foreach_zero, aten._foreach_copy)
 
 
+def _each(row_op, rows: list[list], **kwargs) -> list:
+  """Apply the lowering of an operation to each row; equal rows are traced once."""
+  lower = _operator(row_op).func
+
+  @functools.cache
+  def program(like: Partition) -> Callable:
+    def run(*arrays):
+      row, kwargs = like.unflatten(arrays)
+      return lower(*row, **kwargs)
+
+    return jax.jit(run, inline=True)
+
+  calls = [Partition((row, kwargs), is_array) for row in rows]
+  return [program(call.without_arrays())(*call.dynamic) for call in calls]
+
+
 def _register(foreach_op, row_op) -> None:
   def each(*args, **kwargs):
-    lower = _operator(row_op).func
-    return [lower(*row, **kwargs) for row in _rows(*args)]
+    return _each(row_op, _rows(*args), **kwargs)
 
   each.__name__ = f"_aten_{foreach_op.overloadpacket.__name__}"
   static = _STATIC.get(foreach_op.overloadpacket, ())
@@ -128,11 +148,9 @@ def _check_packed(self, tensor1, tensor2, scalars) -> None:
 
 def _pointwise(foreach_op, row_op, is_packed: bool) -> None:
   def each(self, tensor1, tensor2, scalars=1):
-    lower = _operator(row_op).func
     if is_packed:
       scalars = _scalars_of(scalars, self)
-    rows = _rows(self, tensor1, tensor2, scalars)
-    return [lower(*tensors, value=value) for *tensors, value in rows]
+    return _each(row_op, _rows(self, tensor1, tensor2, scalars))
 
   each.__name__ = f"_aten_{foreach_op.overloadpacket.__name__}"
   # torch requires the tensor of all rows' scalars on the CPU.

@@ -43,9 +43,9 @@ def _with_derivative(operation: Operation, *operands) -> list:
   return list(operands[: operation.params["counts"][0]])
 
 
-@rule("with_derivative_of")
-def _with_derivative_of(operation: Operation, old, new) -> list:
-  return [new]
+@rule("with_derivatives_of")
+def _with_derivatives_of(operation: Operation, *operands) -> list:
+  return list(operands[-operation.params["count"] :])
 
 
 _ADDITIVE = {"reduce_sum", "reduce_window_sum", "cumsum", "reduce_or", "reduce_xor"}
