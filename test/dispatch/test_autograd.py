@@ -14,6 +14,7 @@ from compare import assert_close, assert_same, to_jax
 from gradients import A, B, both, env, leaf, same_gradients
 from torch.nn import functional
 
+from torchax.dispatch import autograd
 from torchax.interop import jax_jit
 
 # Through operations -------------------------------------------------------------------
@@ -245,6 +246,32 @@ def test_backward_inside_a_compiled_function():
   assert_same(model.weight.grad, cpu.weight.grad)
   assert_same(model.bias.grad, cpu.bias.grad)
   assert not isinstance(model.weight.grad.jax(), jax.core.Tracer)
+
+
+@pytest.mark.parametrize("saves_residuals", [False, True])
+def test_equal_layers_of_a_compiled_function_are_traced_once(saves_residuals):
+  runs = []
+
+  def sine(x):
+    runs.append(x.shape)
+    return jax.numpy.sin(x)
+
+  layer = autograd.ArrayFunction(sine, saves_residuals)
+
+  def gradient(x, depth):
+    x = start = x.detach().requires_grad_()
+    for _ in range(depth):
+      x = autograd.call(layer, [x])
+    return torch.autograd.grad(x.sum(), start)[0]
+
+  counts = []
+  for depth in (1, 4):
+    runs.clear()
+    found = jax_jit(lambda x: gradient(x, depth))(A.to("jax"))  # noqa: B023
+    assert_close(found, gradient(A.to("jax"), depth))
+    counts.append(len(runs))
+  # The eager calls of both depths trace their own programs, the second time none.
+  assert counts[1] == 0
 
 
 def test_autograd_grad_inside_a_compiled_function():

@@ -111,17 +111,22 @@ def test_every_foreach_operation_of_torch_has_a_lowering(env):
         env._dispatcher.plan_for(getattr(packet, overload))
 
 
-def test_replaced_elementwise_lowering_takes_effect():
+def test_replaced_elementwise_lowering_runs_once_for_equal_rows():
   assert foreach.ROWS[aten._foreach_add.List] is aten.add.Tensor
-  operator = foreach._operator(aten.add.Tensor)
-  kept, operator.func = operator.func, lambda self, other, alpha=1: self * 0 + 42
+  operator, shapes = foreach._operator(aten.add.Tensor), []
+  rows = [torch.ones(*shape, device="jax") for shape in ((17,), (1, 17), (17,))]
+
+  def replaced(self, other, alpha=1):
+    shapes.append(self.shape)
+    return self * 0 + 42
+
+  kept, operator.func = operator.func, replaced
   try:
-    (result,) = torch._foreach_add(
-      [torch.ones(1, 17, device="jax")], [torch.ones(17).to("jax")]
-    )
+    results = torch._foreach_add(rows, rows)
   finally:
     operator.func = kept
-  assert result.unique().tolist() == [42]
+  assert [result.unique().tolist() for result in results] == [[42]] * 3
+  assert shapes == [(17,), (1, 17)]
 
 
 # Types and shapes ---------------------------------------------------------------------
