@@ -330,6 +330,21 @@ def test_a_captured_tensor_never_joins_a_traced_graph(wrap):
   assert torch.equal(kept, x.detach() * 2) and torch.equal(x.grad, kept)
 
 
+@pytest.mark.parametrize("wrap", [jax_jit, lambda f: jax_jit(jax_jit(f))])
+def test_write_to_view_of_parameter_under_no_grad(wrap):
+  weight = torch.nn.Parameter(torch.ones(3, 2, device="jax"))
+
+  def step():
+    with torch.no_grad():
+      weight[0].zero_()
+      weight.view(-1)[2:4] += 1
+    return weight.sum()
+
+  wrap(step)().backward()
+  assert weight.tolist() == [[0.0, 0.0], [2.0, 2.0], [1.0, 1.0]]
+  assert weight.grad.tolist() == [[1.0, 1.0]] * 3
+
+
 def test_second_derivatives_repeat_the_draws_of_forward():
   """Second derivatives run the function again, with the generator's words."""
   generator, x, found = torch.Generator(), _x(), []

@@ -92,6 +92,11 @@ def _no_hooks():
 _requires_grad = operator.attrgetter("requires_grad")
 
 
+def _owner(tensor: torch.Tensor) -> torch.Tensor:
+  """Return the base of a view, and any other tensor itself."""
+  return tensor._base if tensor._is_view() else tensor
+
+
 class Options(NamedTuple):
   """Kinds of operands and results that a traced function has.
 
@@ -463,7 +468,8 @@ class Traced:
   def _require_outside_graph(self, boundary: Boundary) -> None:
     """Raise MutationError if an in-place change joined an outer tensor to the graph."""
     written = [t for shadow in boundary.changed_shadows() for t in shadow.writers]
-    joined = [t for t in written if t.grad_fn is not None]
+    # `grad_fn` raises for a written view that was made in no_grad mode; ask its base.
+    joined = [t for t in written if _owner(t).grad_fn is not None]
     for tensor in joined:
       if not tensor._is_view():
         tensor.detach_()
