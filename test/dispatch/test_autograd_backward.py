@@ -13,6 +13,7 @@ from gradients import A, B, both, env, leaf
 from ops.harness import ints
 from torch.nn import functional
 
+from torchax.interop import jax_jit
 from torchax.tensor import Tensor
 
 
@@ -171,6 +172,29 @@ def test_module_hooks_see_gradients():
   ((grad_input,), (grad_output,)) = seen[0]
   assert grad_input.shape == (3, 4)
   assert_same(grad_output, torch.ones(3, 2))
+
+
+@pytest.mark.parametrize("wrap", [jax_jit, torch.compile(backend="jax")])
+def test_module_hooks_change_gradients_of_compiled_code(wrap):
+  def trained(device, wrap, is_inside):
+    layers = torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)
+    model = torch.nn.Sequential(*layers).to(device)
+    with torch.no_grad():
+      for index, p in enumerate(model.parameters(), 1):
+        p.copy_(torch.linspace(-1, 1, p.numel()).view_as(p) / index)
+    model[0].register_full_backward_hook(lambda m, gi, go: (gi[0] * 2,))
+    model[1].register_full_backward_hook(lambda m, gi, go: (gi[0] + go[0],))
+    model[2].register_full_backward_pre_hook(lambda m, go: (go[0] * 3,))
+    x = torch.ones(3, 4, device=device, requires_grad=True)
+    if is_inside:
+      wrap(lambda: model(x).sum().backward())()
+    else:
+      wrap(lambda: model(x).sum())().backward()
+    return [x.grad, *[p.grad for p in model.parameters()]]
+
+  expected = trained("cpu", lambda f: f, is_inside=False)
+  for is_inside in (False, True):
+    assert_same(trained("jax", wrap, is_inside), expected)
 
 
 def test_retained_gradients_of_results():

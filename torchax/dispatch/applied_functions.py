@@ -32,7 +32,8 @@ def _apply(apply: Any, args: tuple):
   if torch_compat.in_function_forward() or torch.is_inference_mode_enabled():
     return apply(*args)
   is_stopped = grad_mode.is_stopped()
-  if not is_stopped and not issubclass(apply.__self__, torch_compat.OwnFunction):
+  plain = (torch_compat.OwnFunction, torch_compat.MODULE_HOOKS)
+  if not is_stopped and not issubclass(apply.__self__, plain):
     indices = [
       index
       for index, arg in enumerate(args)

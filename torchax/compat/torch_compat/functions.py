@@ -112,6 +112,14 @@ class OwnFunction(torch.autograd.Function):
   """Base of torchax's own functions, whose forward pass JAX can differentiate too."""
 
 
+MODULE_HOOKS = private.find(
+  "torch.nn.modules._functions.BackwardHookFunction",
+  "backward hooks of modules in compiled functions",
+  instead=OwnFunction,
+)
+"""Function whose node torch looks for to hang a module's backward hooks on it."""
+
+
 _BATCHES = "batches of gradients: `is_grads_batched` and `vectorize=True`"
 _enter_batch = private.find("torch._C._vmapmode_increment_nesting", _BATCHES)
 _leave_batch = private.find("torch._C._vmapmode_decrement_nesting", _BATCHES)
