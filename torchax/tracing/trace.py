@@ -94,7 +94,7 @@ _requires_grad = operator.attrgetter("requires_grad")
 
 def _owner(tensor: torch.Tensor) -> torch.Tensor:
   """Return the base of a view, and any other tensor itself."""
-  return tensor._base if tensor._is_view() else tensor
+  return tensor if tensor._base is None else tensor._base
 
 
 class Options(NamedTuple):
