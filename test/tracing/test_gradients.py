@@ -11,6 +11,7 @@ import torch
 from torch import nn, optim
 
 import torchax
+from torchax.errors import MutationError
 from torchax.interop import jax_jit
 
 X = torch.linspace(-1, 1, 6).reshape(2, 3)
@@ -212,6 +213,65 @@ def test_a_step_in_a_compiled_function_drops_gradients():
     torch.testing.assert_close(run(x), optimizers_drop(eager, x) * 2)
     assert_same_state(compiled, eager)
   assert torchax.explain(run, x).compilations == 1
+
+
+def _backward(x):
+  (x * x).sum().backward()
+
+
+def _backward_of_cleared(x):
+  x.grad = None
+  _backward(x)
+
+
+def _clear(x):
+  x.grad = None
+
+
+def _update(x):
+  _backward(x)
+  with torch.no_grad():
+    x -= 0.25 * x.grad
+  x.grad = None
+
+
+@pytest.mark.parametrize("wrap", [jax_jit, lambda f: jax_jit(jax_jit(f))])
+@pytest.mark.parametrize("function", [_backward, _backward_of_cleared, _clear, _update])
+def test_gradients_of_arguments_reach_the_caller(wrap, function):
+  leaf, expected = [torch.ones(2, device=d, requires_grad=True) for d in ("jax", "cpu")]
+  compiled = wrap(function)
+  (leaf * 2).sum().backward()
+  (expected * 2).sum().backward()
+  if function is _update:  # which reads the gradient
+    leaf.grad = expected.grad = None
+  for _ in range(3):
+    compiled(leaf)
+    function(expected)
+    assert leaf.tolist() == expected.tolist()
+    assert (leaf.grad is None) == (expected.grad is None)
+    assert leaf.grad is None or leaf.grad.tolist() == expected.grad.tolist()
+
+
+def test_gradients_of_arguments_reach_leaves_of_the_caller():
+  leaf = torch.ones(2, device="jax", requires_grad=True)
+  leaf.register_hook(lambda gradient: gradient * 2)
+  jax_jit(_backward)(leaf * 3)
+  assert leaf.grad.tolist() == [36.0, 36.0]
+  jax_jit(lambda x, y: (x * y).sum().backward())(leaf, leaf)
+  assert leaf.grad.tolist() == [40.0, 40.0]
+  padded = jax_jit(_backward, buckets={"x": {0: [4]}})
+  leaf.grad = None
+  padded(leaf)
+  assert leaf.grad.tolist() == [4.0, 4.0]
+
+
+def test_reading_an_earlier_gradient_of_an_argument_raises():
+  compiled = jax_jit(lambda x: x.grad)
+  leaf = torch.ones(2, device="jax", requires_grad=True)
+  assert compiled(leaf) is None
+  leaf.grad = torch.ones(2, device="jax")
+  with pytest.raises(MutationError, match="reads the `.grad` of an argument"):
+    compiled(leaf)
 
 
 def test_a_hook_reads_the_new_gradient():

@@ -135,6 +135,36 @@ class ClearGradient(SetGradient):
     self.leaf.value.grad = None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class ArgumentGradient(Change):
+  """Gradient that a `backward` of the trace has computed for an argument.
+
+  Attributes:
+    index: index of the argument leaf.
+    is_dropped: as in `LeafGradient`.
+  """
+
+  kind = "given a gradient"
+  index: int
+  is_dropped: bool | None
+
+  def apply(self, leaves, array):
+    leaf = leaves[self.index]
+    if self.is_dropped is False and leaf.is_leaf and leaf.grad is not None:
+      raise MutationError(
+        "A compiled function reads the `.grad` of an argument of shape "
+        f"{list(leaf.shape)}, which had a gradient before the call. Set it to None "
+        "where you would zero it, or close over the tensor instead of passing it."
+      )
+    if self.is_dropped and leaf.is_leaf:
+      leaf.grad = None
+    if array is not None:
+      leaf.backward(new_tensor(array, leaf._env))
+
+  def name(self, arguments, names):
+    return arguments[self.index] + ".grad"
+
+
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass
 class Effects:
@@ -247,7 +277,17 @@ def collect(
       "shares as a different view, or that repeats elements, as after `expand`. Pass "
       "the base and take the views inside."
     )
-  return [*found, *_of_captured(boundary, captured), *reshapes]
+  gradients = _of_arguments(boundary)
+  return [*gradients, *found, *_of_captured(boundary, captured), *reshapes]
+
+
+def _of_arguments(boundary: Boundary) -> Iterator[tuple[Change, Any]]:
+  """Yield the changes of the `.grad` of arguments."""
+  for each in boundary.gradients.values():
+    gradient = gradient_of(each.leaf)
+    if each.index is not None and (gradient is not None or each.is_dropped is not None):
+      array = None if gradient is None else gradient.jax()
+      yield ArgumentGradient(each.index, each.is_dropped), array
 
 
 def _of_captured(
@@ -299,7 +339,8 @@ def trained_leaves(boundary: Boundary) -> list[Tensor]:
 def leaf_gradients(boundary: Boundary) -> list[LeafGradient]:
   """Return the `.grad` of the outer leaves that a trace may have changed."""
   met = {id(leaf): LeafGradient(leaf, None) for leaf in trained_leaves(boundary)}
-  return list({**met, **boundary.gradients}.values())
+  found = {**met, **boundary.gradients}.values()
+  return [each for each in found if each.index is None]
 
 
 def drop_traced_grads(boundary: Boundary) -> None:

@@ -41,27 +41,36 @@ class LeafGradient:
     before: its `.grad` before the trace.
     is_dropped: True if the first access of the trace replaces the `.grad`, False if it
       reads it; None without an access.
+    index: position among the argument leaves, if the trace has a tensor of its own in
+      place of the leaf; that tensor is `leaf`, and has no `.grad` at first.
   """
 
   leaf: Tensor
   before: Any
   is_dropped: bool | None = None
+  index: int | None = None
 
 
 def _record(leaf: Any, is_drop: bool) -> None:
-  """Record an access in all active boundaries that the leaf outlives."""
+  """Record an access in all active boundaries that the leaf outlives.
+
+  An argument is recorded in its own boundary alone.
+  """
   boundary = active.boundary
   # Tensors of the CPU and those that Dynamo traces have no storage of ours.
   if boundary is None or not (hasattr(leaf, "_storage") and leaf.is_leaf):
     return
   gradient = gradient_of(leaf)
-  while boundary is not None and leaf._storage.birth is not boundary:
+  birth = leaf._storage.birth
+  while boundary is not None and (
+    birth is not boundary or id(leaf) in boundary.gradients
+  ):
     before = None if is_born_in(gradient, boundary) else gradient
     found = boundary.gradients.setdefault(id(leaf), LeafGradient(leaf, before))
     if found.is_dropped is None:
       found.is_dropped = is_drop
     gradient = found.before
-    boundary = boundary.parent
+    boundary = None if birth is boundary else boundary.parent
 
 
 def read_leaves(boundary: Boundary, leaves: list[Tensor]) -> list[Tensor]:
@@ -78,7 +87,11 @@ def read_leaves(boundary: Boundary, leaves: list[Tensor]) -> list[Tensor]:
       is_touched = shadow is not None and shadow.is_touched
       if is_touched or is_born_in(gradient, boundary):  # `backward` has added to it
         _record(leaf, is_drop=False)
-  return [each.leaf for each in boundary.gradients.values() if each.is_dropped is False]
+  return [
+    each.leaf
+    for each in boundary.gradients.values()
+    if each.is_dropped is False and each.index is None
+  ]
 
 
 def _get(leaf: Tensor) -> torch.Tensor | None:

@@ -298,6 +298,11 @@ class Traced:
         boundary.lift(tensor._storage, array, tensor)
       inputs, treedef = jax.tree.flatten((args, kwargs))
       inner = self._wrap(inputs, specialization)
+      boundary.gradients |= {
+        id(value): LeafGradient(value, None, index=index)
+        for index, value in enumerate(inner)
+        if isinstance(value, Tensor) and value.requires_grad
+      }
       born = [
         (value._storage, value._chain) if isinstance(value, Tensor) else None
         for value in inner
