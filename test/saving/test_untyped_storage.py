@@ -31,3 +31,9 @@ def test_a_layout_outside_of_its_storage_raises():
   assert empty.numel() == 0
   with pytest.raises(MutationError, match="storage of one"):
     empty.set_(BASE.untyped_storage())
+
+
+def test_a_copy_of_the_storage_for_async_save_needs_a_mesh():
+  storage = BASE.to("jax").untyped_storage()
+  with pytest.raises(NotImplementedError, match="init_device_mesh.* before it"):
+    type(storage)(storage.size(), device="cpu")

@@ -36,7 +36,13 @@ class UntypedStorage(torch.UntypedStorage):
   typed: dict[torch.dtype, weakref.ref]
   _dtype: torch.dtype | None
 
-  def __new__(cls, storage: Storage, index: int | None = None):
+  def __new__(cls, storage: Storage, index: int | None = None, *, device=None):
+    if device is not None:
+      raise NotImplementedError(
+        f"torch asks for a storage on {device} to copy one of a jax tensor into it, as "
+        "`torch.distributed.checkpoint.async_save` does. Call `init_device_mesh("
+        '"jax", (1,))` before it, or pass tensors on the CPU.'
+      )
     made = super().__new__(cls, storage.nbytes, device="meta")
     made.storage = storage
     made.index = index
