@@ -247,9 +247,10 @@ def call_jaxpr(jaxpr: core.Jaxpr, constants: Sequence, name: str) -> list:
   results = len(jaxpr.outvars)
   # The parameters of a call with as many operands and results.
   like = jax.make_jaxpr(jax.jit(lambda *operands: [0] * results))
-  (call,) = like(*[0] * len(constants)).jaxpr.eqns
-  params = {**call.params, "jaxpr": core.ClosedJaxpr(called, ()), "name": name}
-  return call.primitive.bind(*constants, **params)
+  (equation,) = like(*[0] * len(constants)).jaxpr.eqns
+  closed = core.ClosedJaxpr(called, ())
+  params = {**equation.params, "jaxpr": closed, "name": name}
+  return equation.primitive.bind(*constants, **params)
 
 
 def is_about_devices(error: Exception) -> bool:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any, Generic, Literal, TypeVar
 
 import jax
-from torch.utils import _pytree as torch_pytree
 
 from torchax.core import numpy_fallback
 from torchax.core.bounded_cache import BoundedCache
@@ -75,7 +74,7 @@ class Programs:
     if not self._lowering.is_checked:
       return
     # The static key lacks the numbers that are operands.
-    leaves = torch_pytree.tree_leaves((args, kwargs))
+    leaves = jax.tree.leaves((args, kwargs))
     numbers = [(type(leaf), leaf) for leaf in leaves if type(leaf) in NUMBERS]
     key = static_key, torch_checks.tensor_types(leaves), tuple(numbers)
     if self._accepted.get(key) is None:

@@ -103,7 +103,7 @@ def tensor_types(tree) -> tuple[tuple, ...]:
       (tuple(leaf.shape), leaf.dtype)
       if isinstance(leaf, torch.Tensor)
       else (leaf.shape, mappings.j2t_dtype(leaf.dtype))
-      for leaf in torch_pytree.tree_leaves(tree)
+      for leaf in jax.tree.leaves(tree)
       if isinstance(leaf, torch.Tensor | jax.Array)
     ]
   )

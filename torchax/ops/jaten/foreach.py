@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from torchax.core import mappings
 from torchax.core.partitions import Partition, is_array
@@ -83,8 +84,18 @@ def _is_list(value) -> bool:
 
 def _rows(*args) -> list[list]:
   """Return the arguments of each row: an element of each list, and other arguments."""
-  count = next(len(arg) for arg in args if _is_list(arg))
-  return [[arg[row] if _is_list(arg) else arg for arg in args] for row in range(count)]
+  lists = [arg for arg in args if _is_list(arg)]
+  dtypes = {jnp.result_type(value) for values in lists for value in values}
+
+  def shared(value):
+    # The rows would convert a number one by one.
+    is_number = getattr(value, "weak_type", False) and {value.dtype} == dtypes
+    return lax.convert_element_type(value, value.dtype) if is_number else value
+
+  args = tuple([arg if _is_list(arg) else shared(arg) for arg in args])
+  return [
+    [arg[row] if _is_list(arg) else arg for arg in args] for row in range(len(lists[0]))
+  ]
 
 
 # Arguments that the lowering of a row needs as Python numbers.
