@@ -231,6 +231,44 @@ def test_graph_that_moves_a_tensor_warns_and_runs_uncompiled():
   torch.testing.assert_close(actual.cpu(), PLAIN * 2 + 1)
 
 
+def test_results_on_the_cpu_stay_there(x):
+  number = torch.tensor(2.0)
+
+  def function(x, number):
+    doubled, row, large = x * 2, torch.arange(3), torch.tensor([2**40])
+    torch._dynamo.graph_break()
+    half = torch.tensor(0.5, dtype=torch.float64)
+    return doubled + half, row, large, number + 1, half
+
+  run = compiled(function)
+  for _ in range(2):
+    doubled, *found = run(x, number)
+    assert doubled.device.type == "jax"
+    assert {tensor.device.type for tensor in found} == {"cpu"}
+    torch.testing.assert_close(found, list(function(PLAIN, number)[1:]))
+    found[0].zero_()  # each call returns new memory
+
+
+def test_ctc_loss_with_lengths_on_the_cpu():
+  lengths, targets = (torch.tensor([4, 3]), torch.tensor([2, 1])), torch.ones(2, 2)
+
+  def loss(x, input_lengths, target_lengths):
+    labels = targets.to(x.device).int()
+    return F.ctc_loss(x.log_softmax(-1), labels, input_lengths, target_lengths)
+
+  plain = torch.linspace(-1, 1, 24).reshape(4, 2, 3)
+  expected = loss(plain, *lengths)
+  torch.testing.assert_close(
+    compiled(lambda x: loss(x, torch.tensor([4, 3]), torch.tensor([2, 1])))(
+      plain.to("jax")
+    ).cpu(),
+    expected,
+  )
+  with pytest.warns(UserWarning, match="uncompiled"):
+    actual = compiled(loss)(plain.to("jax"), *lengths)
+  torch.testing.assert_close(actual.cpu(), expected)
+
+
 # Checkpoints -------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from torchax.core import host_numbers
-from torchax.core.static_values import StaticValue
+from torchax.core.static_values import Identity, StaticValue
 from torchax.core.storage import active
 from torchax.dynamo import numbers, shared_results
 from torchax.dynamo.options import Options
@@ -203,7 +203,9 @@ class _Arguments:
 
 
 class _Results:
-  """Results of a graph; numbers among them stay numbers instead of JAX arrays.
+  """Results of a graph; numbers and CPU tensors among them do not move to jax.
+
+  A CPU tensor computed in the trace is a constant of the program.
 
   Args:
     graph: changed: it returns a number instead of a CPU tensor built from it.
@@ -211,15 +213,15 @@ class _Results:
 
   def __init__(self, graph: fx.Graph):
     (output,) = [node for node in graph.nodes if node.op == "output"]
-    returned, self._dtypes = [], []
+    returned: list = []
+    # Dtypes of the results that are on the CPU; None for others.
+    self._dtypes: list[torch.dtype | None] = []
     for node in output.args[0]:
-      is_wrapped = isinstance(node, fx.Node) and node.target is _SCALAR_TENSOR
-      if is_wrapped and example(node).device.type == "cpu":
-        self._dtypes.append(example(node).dtype)
-        node = node.args[0]
-      else:
-        self._dtypes.append(None)
-      returned.append(node)
+      value = example(node)
+      is_on_cpu = isinstance(value, torch.Tensor) and value.device.type == "cpu"
+      self._dtypes.append(value.dtype if is_on_cpu else None)
+      is_wrapped = is_on_cpu and node.target is _SCALAR_TENSOR
+      returned.append(node.args[0] if is_wrapped else node)
     output.args = (tuple(returned),)
     # `eliminate_dead_code` would also remove in-place operations from bodies of loops.
     for node in reversed(list(graph.nodes)):
@@ -227,21 +229,37 @@ class _Results:
         graph.erase_node(node)
 
   def box(self, args, results) -> tuple:
-    """Return the results that leave the trace, with numbers boxed as static values."""
+    """Return the results that leave the trace; box numbers and CPU tensors."""
     values = map(host_numbers.concretize, shared_results.box(args, results))
-    return tuple(StaticValue(v) if type(v) in _NUMBERS else v for v in values)
+    return tuple(map(_box, values))
 
   def unbox(self, results, args) -> tuple:
     """Return the results of a call, with numbers or CPU tensors as Dynamo expects."""
     results = shared_results.unbox(args, results, len(self._dtypes))
     values = (v.value if type(v) is StaticValue else v for v in results)
     return tuple(
-      value if dtype is None else torch.scalar_tensor(value, dtype=dtype, device="cpu")
+      value if dtype is None else _on_cpu(value, dtype)
       for value, dtype in zip(values, self._dtypes)
     )
 
 
 _NUMBERS = frozenset({int, float, bool, complex})
+
+
+def _box(value):
+  if type(value) in _NUMBERS:
+    return StaticValue(value)
+  is_on_cpu = isinstance(value, torch.Tensor) and value.device.type == "cpu"
+  return StaticValue(Identity(value)) if is_on_cpu else value
+
+
+def _on_cpu(value, dtype: torch.dtype) -> torch.Tensor:
+  """Return a number, a boxed CPU tensor, or a tensor on any device as a CPU tensor."""
+  if isinstance(value, Identity):
+    return value.value.clone()
+  if isinstance(value, torch.Tensor):
+    return value.to("cpu", dtype)
+  return torch.scalar_tensor(value, dtype=dtype, device="cpu")
 
 
 def _replace_higher_order(graph: fx.Graph) -> None:

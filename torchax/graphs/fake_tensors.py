@@ -17,6 +17,7 @@ from torchax.environment import default_env
 from torchax.errors import ConversionError, MixedDeviceError, TracedStateError
 from torchax.functions import indexing
 from torchax.graphs import higher_order
+from torchax.registry import operators
 from torchax.registry.names import aten
 from torchax.tensor import META, Payload, Tensor
 
@@ -74,7 +75,7 @@ class Fake(Tensor):
     with torch_compat.without_function_overrides():
       if func in _SUBSCRIPTS:
         return _subscript(func, *args)
-      args, kwargs = _with_long_indices(func, (args, kwargs or {}))
+      args, kwargs = _with_long_indices(func, _admitted(func, (args, kwargs or {})))
       return func(*args, **kwargs)
 
   def __tensor_flatten__(self):
@@ -161,15 +162,22 @@ class Fake(Tensor):
     return f"Fake({self.dtype}{list(self.shape)} on {self.device})"
 
 
+def _on_jax(tensor: torch.Tensor) -> torch.Tensor:
+  return tensor if tensor.device.type == "jax" else tensor.to(META)
+
+
+def _admitted(func, arguments):
+  """Return arguments with CPU tensors on jax, if our `func` accepts CPU tensors."""
+  operator = operators.all_torch_functions.get(func)
+  if operator is None or not operator.execution.takes_cpu:
+    return arguments
+  return torch_pytree.tree_map_only(torch.Tensor, _on_jax, arguments)
+
+
 def _fake_index(index, tensor: Fake):
   """Convert sequences in an index to tensors on jax, as in eager mode."""
-
-  def on_jax(part: torch.Tensor) -> torch.Tensor:
-    return part if part.device.type == "jax" else part.to(META)
-
-  return torch_pytree.tree_map_only(
-    torch.Tensor, on_jax, indexing.normalize_index(index, tensor)
-  )
+  index = indexing.normalize_index(index, tensor)
+  return torch_pytree.tree_map_only(torch.Tensor, _on_jax, index)
 
 
 _SUBSCRIPTS = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
@@ -213,6 +221,14 @@ def _widen(tensor: torch.Tensor) -> torch.Tensor:
   return Fake(tensor._shell.long()) if isinstance(tensor, Fake) else tensor.long()
 
 
+# Errors of torch's meta kernels for operations whose shapes a lowering may know.
+_NO_META_KERNEL = (
+  NotImplementedError,
+  torch_compat.DynamicOutputShapeException,
+  torch_compat.UnsupportedOperatorException,
+)
+
+
 def _dispatch(func, args, kwargs):
   tree_map = torch_pytree.tree_map
   for value in torch_pytree.tree_leaves((args, kwargs)):
@@ -225,7 +241,7 @@ def _dispatch(func, args, kwargs):
   plain_args, plain_kwargs = plain
   try:
     result = func(*plain_args, **plain_kwargs)
-  except (NotImplementedError, torch_compat.UnsupportedOperatorException):
+  except _NO_META_KERNEL:
     result = _by_lowering(func, plain_args, plain_kwargs)
     if result is None:
       raise

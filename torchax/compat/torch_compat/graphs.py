@@ -55,6 +55,12 @@ DataDependentOutputException = private.find(
   COMPILE,
   instead=RuntimeError,
 )
+# Error of a fake tensor for an operation whose shapes depend on values, says torch.
+DynamicOutputShapeException = private.find(
+  "torch._subclasses.fake_tensor.DynamicOutputShapeException",
+  COMPILE,
+  instead=RuntimeError,
+)
 # Error of a fake tensor of dynamic shape for an operation without a meta kernel.
 UnsupportedOperatorException = private.find(
   "torch._subclasses.fake_tensor.UnsupportedOperatorException",

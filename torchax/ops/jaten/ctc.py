@@ -212,7 +212,7 @@ def _lengths_tensor(lengths, env):
   return lengths
 
 
-@op(torch.ctc_loss, F.ctc_loss, kind=Kind.TENSORS, needs_env=True)
+@op(torch.ctc_loss, F.ctc_loss, kind=Kind.TENSORS, needs_env=True, takes_cpu=True)
 def ctc_loss(
   log_probs,
   targets,
