@@ -1,5 +1,6 @@
 """Settings of every test run."""
 
+import gc
 import os
 
 import hypothesis
@@ -26,6 +27,17 @@ hypothesis.settings.register_profile(
   suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("torchax")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+  """Collect tests without a search for garbage: all of them and their modules stay."""
+  gc.disable()
+  try:
+    return (yield)
+  finally:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture
