@@ -6,6 +6,8 @@ An operator is named as torch names it, with its variant: `linalg.matrix_norm`,
 
 import functools
 import os
+from collections.abc import Callable, Iterable
+from concurrent import futures
 
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
@@ -45,11 +47,26 @@ def cases(dtypes=DTYPES) -> list[tuple[str, torch.dtype]]:
   ]
 
 
+def _generated(generate: Callable[[], Iterable]) -> list:
+  """Return what torch generates from a fixed seed.
+
+  For each input torch looks through the whole stack, which is deep inside pytest. That
+  of a new thread is short.
+  """
+  with torch.random.fork_rng(devices=()), futures.ThreadPoolExecutor(1) as thread:
+    torch.manual_seed(0)
+    return thread.submit(lambda: list(generate())).result()
+
+
+@functools.lru_cache(maxsize=1)
+def _suggested(name: str, dtype: torch.dtype) -> list[SampleInput]:
+  """Return all suggested inputs; every check of a test takes some of them."""
+  return _generated(lambda: operators()[name].sample_inputs("cpu", dtype))
+
+
 def samples(op: OpInfo, dtype: torch.dtype, most: int | None) -> list[SampleInput]:
   """Return at most `most` of the suggested inputs, spread over all of them."""
-  with torch.random.fork_rng(devices=()):
-    torch.manual_seed(0)
-    suggested = list(op.sample_inputs("cpu", dtype, requires_grad=False))
+  suggested = _suggested(name_of(op), dtype)
   if most is None or len(suggested) <= most:
     return suggested
   return [suggested[place * len(suggested) // most] for place in range(most)]
@@ -57,6 +74,4 @@ def samples(op: OpInfo, dtype: torch.dtype, most: int | None) -> list[SampleInpu
 
 def error_inputs(op: OpInfo) -> list:
   """Return the wrong calls that torch suggests, each with its error."""
-  with torch.random.fork_rng(devices=()):
-    torch.manual_seed(0)
-    return list(op.error_inputs("cpu"))
+  return _generated(lambda: op.error_inputs("cpu"))
