@@ -207,6 +207,23 @@ def test_a_compiled_step_of_an_optimizer(optimizer):
   torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-5)
 
 
+def test_a_compiled_step_of_groups_counts_through_a_schedule():
+  results = []
+  for device in ("cpu", "jax"):
+    groups = [torch.nn.Parameter(torch.ones(2, device=device)) for _ in range(2)]
+    made = torch.optim.Adam([{"params": [p], "lr": 0.1} for p in groups])
+    schedule = torch.optim.lr_scheduler.ExponentialLR(made, 0.5)
+    step = compiled(made.step) if device == "jax" else made.step
+    for turn in range(3):
+      for p in groups:
+        p.grad = torch.full_like(p, turn + 1)
+      step()
+      schedule.step()
+    counts = [state["step"] for state in made.state.values()]
+    results.append(([p.detach().cpu() for p in groups], counts))
+  torch.testing.assert_close(*results)
+
+
 # Graphs without an input on jax ------------------------------------------------------
 
 

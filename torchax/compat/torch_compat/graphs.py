@@ -37,6 +37,10 @@ compiled_module_class = private.Later("torch._dynamo.OptimizedModule", COMPILE)
 _VariableBuilder = private.Later(
   "torch._dynamo.variables.builder.VariableBuilder", COMPILE
 )
+_STEP_COUNTS = "step counts of optimizers in torch.compile of code on jax"
+_OptimizerVariable = private.Later(
+  "torch._dynamo.variables.optimizer.OptimizerVariable", _STEP_COUNTS
+)
 
 _LOOPS = "loops of torch._higher_order_ops on jax tensors"
 _storages_in_dynamo = private.Later(
@@ -197,6 +201,21 @@ def trace_as_any_object(cls: type) -> None:
   """
   builder = _VariableBuilder()
   builder._type_dispatch()[cls] = builder.wrap_user_defined
+
+
+def leave_step_counts(device_type: str) -> None:
+  """Make Dynamo leave the step counts of optimizers on a kind of device on the CPU.
+
+  It replaces them between the groups of a step, while the graph counts in the old ones.
+  """
+  cls = _OptimizerVariable()
+  original = cls.move_step_if_cpu
+
+  def move_step_if_cpu(self) -> None:
+    if all(parameter.device.type != device_type for parameter in self.value.state):
+      original(self)
+
+  patch(cls, "move_step_if_cpu", move_step_if_cpu, _STEP_COUNTS)
 
 
 @functools.cache
