@@ -191,7 +191,7 @@ def test_a_number_on_the_cpu_is_changed_in_place(x, make):
 
 @pytest.mark.parametrize(
   "optimizer",
-  ["SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad"],
+  ["SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "ASGD"],
 )
 def test_a_compiled_step_of_an_optimizer(optimizer):
   results = []

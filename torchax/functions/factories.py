@@ -87,7 +87,7 @@ class _Pending(torch_compat.CpuSubclass):
   @classmethod
   def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
     plain, target = args[0].plain, args[0].target
-    if torch_compat.is_tracing():  # a fake tensor of the device
+    if torch_compat.is_tracing_fakes():
       return torch.empty(plain.shape, dtype=plain.dtype, device=target)
     if target == torch_compat.HIDDEN_DEVICE:
       with placement.using_default():

@@ -249,6 +249,18 @@ def is_tracing() -> bool:
   return _TracingContext.try_get() is not None
 
 
+_dispatch_mode = private.find("torch._C._get_dispatch_mode", COMPILE)
+_fake_mode = private.find("torch._C._TorchDispatchModeKey.FAKE", COMPILE)
+
+
+def is_tracing_fakes() -> bool:
+  """Return True while torch traces and operations run on fake tensors.
+
+  Dynamo also runs code on real tensors while it traces, such as constructors.
+  """
+  return is_tracing() and _dispatch_mode(_fake_mode) is not None
+
+
 def is_for_backend(tensor: torch.Tensor) -> bool:
   """Return True for AOTAutograd's wrapper of a fake tensor inside `torch.compile`."""
   is_compiling = _CompileContext.current_compile_id() is not None
