@@ -38,8 +38,9 @@ _VariableBuilder = private.Later(
   "torch._dynamo.variables.builder.VariableBuilder", COMPILE
 )
 _STEP_COUNTS = "step counts of optimizers in torch.compile of code on jax"
-_OptimizerVariable = private.Later(
-  "torch._dynamo.variables.optimizer.OptimizerVariable", _STEP_COUNTS
+_OptimizerVariable = "torch._dynamo.variables.optimizer.OptimizerVariable"
+_move_step = private.Later(
+  f"{_OptimizerVariable}.move_step_if_cpu", _STEP_COUNTS, instead=None
 )
 
 _LOOPS = "loops of torch._higher_order_ops on jax tensors"
@@ -208,14 +209,16 @@ def leave_step_counts(device_type: str) -> None:
 
   It replaces them between the groups of a step, while the graph counts in the old ones.
   """
-  cls = _OptimizerVariable()
-  original = cls.move_step_if_cpu
+  original = _move_step()
+  if original is None:
+    return
 
   def move_step_if_cpu(self) -> None:
     if all(parameter.device.type != device_type for parameter in self.value.state):
       original(self)
 
-  patch(cls, "move_step_if_cpu", move_step_if_cpu, _STEP_COUNTS)
+  owner = private.resolve(_OptimizerVariable)
+  patch(owner, "move_step_if_cpu", move_step_if_cpu, _STEP_COUNTS)
 
 
 @functools.cache
