@@ -213,23 +213,6 @@ def test_the_constants_of_a_scan_are_counted():
   assert jax_compat.constants_of_scan(params) == 1
 
 
-def test_a_jaxpr_is_called_in_a_trace_and_keeps_its_derivative():
-  def f(x, y):
-    closed = jax.make_jaxpr(lambda: (jnp.sin(x) * y, y, x + 1.5))()
-    jaxpr = jax_compat.without_constants(closed)
-    return jax_compat.call_jaxpr(jaxpr, closed.consts, "recorded")
-
-  x, y = jnp.float32(0.5), jnp.arange(3.0)
-  expected = (jnp.sin(x) * y, y, x + 1.5)
-  for run in (jax.jit(f), jax.jit(jax.vmap(f, (None, 0)))):
-    for found, wanted in zip(run(x, y), expected):
-      np.testing.assert_allclose(found, np.broadcast_to(wanted, found.shape))
-  gradient = jax.jit(jax.grad(lambda x: f(x, y)[0].sum()))(x)
-  np.testing.assert_allclose(gradient, jnp.cos(x) * y.sum(), rtol=1e-6)
-  (call,) = jax.make_jaxpr(f)(x, y).jaxpr.eqns
-  assert call.params["name"] == "recorded"
-
-
 def test_sharding_type_error_is_recognized():
   mesh = jax.make_mesh((1,), ("x",))
   assert mesh.axis_types == (jax.sharding.AxisType.Explicit,)

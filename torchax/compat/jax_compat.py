@@ -8,7 +8,6 @@ differences between versions of JAX.
 
 import contextlib
 import re
-from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -231,26 +230,6 @@ def without_constants(closed: core.ClosedJaxpr) -> core.Jaxpr:
   """
   jaxpr = closed.jaxpr
   return jaxpr.with_consts([]) if hasattr(jaxpr, "with_consts") else jaxpr
-
-
-def call_jaxpr(jaxpr: core.Jaxpr, constants: Sequence, name: str) -> list:
-  """Add a call of a jaxpr to the trace in progress, as one equation of `jax.jit`.
-
-  `jax.extend.core.jaxpr_as_fun` would bind each of its equations once more.
-
-  Args:
-    jaxpr: has constants, but no other operands.
-    constants: arrays and tracers of the trace in progress.
-    name: name of the called function.
-  """
-  called = jaxpr.replace(constvars=[], invars=jaxpr.constvars)
-  results = len(jaxpr.outvars)
-  # The parameters of a call with as many operands and results.
-  like = jax.make_jaxpr(jax.jit(lambda *operands: [0] * results))
-  (equation,) = like(*[0] * len(constants)).jaxpr.eqns
-  closed = core.ClosedJaxpr(called, ())
-  params = {**equation.params, "jaxpr": closed, "name": name}
-  return equation.primitive.bind(*constants, **params)
 
 
 def is_about_devices(error: Exception) -> bool:

@@ -27,8 +27,6 @@ _METADATA = b"/host:metadata"
 _FIXED = {1: 8, 5: 4}
 
 _TRANSFORMS = re.compile(r"^(?:\w+\()+([^()]*)\)+$")
-# A program calls the first trace of its function (`tracing/first_trace.py`).
-_REPEATED = re.compile(r"(jit\([^/;]*\))/\1(?=[/;]|$)")
 
 
 class Operation(NamedTuple):
@@ -137,7 +135,7 @@ def _op_names(space: memoryview) -> dict[tuple[str, str], str]:
       name = _text(program, *_PROGRAM_NAME).partition("(")[0]  # "jit_step(26)"
       for instruction in _values(program, *_INSTRUCTIONS):
         key = name, _text(instruction, *_INSTRUCTION_NAME)
-        names[key] = _REPEATED.sub(r"\1", _text(instruction, *_OP_NAME))
+        names[key] = _text(instruction, *_OP_NAME)
   return names
 
 

@@ -117,7 +117,6 @@ class Jitted(Generic[P, R]):
       assigns=True,
       lifts_numbers=True,
       keeps_order=self._keeps_order,
-      is_padded=buckets is not None,
     )
     self.traced = Traced(function, options, captured)
     self._compile = jit

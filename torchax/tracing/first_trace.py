@@ -3,7 +3,7 @@
 Only the trace finds which tensors and numbers a function reads, such as the state that
 an optimizer creates in its first step. In a first trace each of them gets a stand-in, a
 tracer of the trace in progress. The function is recorded as a jaxpr around these. JAX's
-own trace is then repeated with all operands, and calls the jaxpr in place of the
+own trace is then repeated with all operands, and evaluates the jaxpr in place of the
 function. So Python runs the function once.
 
 `trace.py` uses it for `jax_jit`. A random stream that the trace has met still needs a
@@ -65,15 +65,12 @@ class FirstTrace:
   Args:
     run: callback that traces the function, given a callback `(value, name) -> tracer`
       that makes stand-ins; returns a tree of arrays.
-    name: name of the function.
     operands: operands of the trace.
     trace: JAX's trace in progress.
   """
 
-  def __init__(
-    self, run: Callable[[Callable], Any], name: str, operands: Operands, trace
-  ):
-    self._name, self._call = name, operands.call
+  def __init__(self, run: Callable[[Callable], Any], operands: Operands, trace):
+    self._call = operands.call
     named = dict(operands.named)
 
     def stand_in(value, name: Hashable):
@@ -101,21 +98,13 @@ class FirstTrace:
       for name, constant in zip(self._names, self._constants)
     )
 
-  def replay(self, operands: Operands, as_call: bool):
-    """Return the result for these operands, in the trace in progress.
-
-    Args:
-      operands: the operands.
-      as_call: call the jaxpr as one operation, which is faster than to repeat its own.
-    """
+  def replay(self, operands: Operands):
+    """Return the result for these operands, in the trace in progress."""
     values = [
       constant if name is _NO_NAME else operands.named[name]
       for name, constant in zip(self._names, self._constants)
     ]
-    if as_call:
-      results = jax_compat.call_jaxpr(self._jaxpr, values, self._name)
-    else:
-      results = core.jaxpr_as_fun(core.ClosedJaxpr(self._jaxpr, values))()
+    results = core.jaxpr_as_fun(core.ClosedJaxpr(self._jaxpr, values))()
     return jax.tree.unflatten(self._treedef, results)
 
 

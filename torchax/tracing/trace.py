@@ -107,8 +107,6 @@ class Options(NamedTuple):
     assigns: tensors assigned to plain attributes of modules are results.
     lifts_numbers: Python numbers, such as learning rates, are operands.
     keeps_order: dicts of results keep the order of their keys, which JAX would sort.
-    is_padded: the operations are compared with those of a trace at other sizes, so no
-      call may hide them.
   """
 
   lifts: bool = False
@@ -116,7 +114,6 @@ class Options(NamedTuple):
   assigns: bool = False
   lifts_numbers: bool = False
   keeps_order: bool = False
-  is_padded: bool = False
 
 
 class Traced:
@@ -248,7 +245,7 @@ class Traced:
     first, self._first = self._first, None
     named = self._named(rng, operands, args, kwargs)
     if first is not None and first.applies_to(named):
-      return first.replay(named, as_call=not self.options.is_padded)
+      return first.replay(named)
     if self.options.lifts_numbers and not self.history.count:
       jax_trace = jax_compat.current_trace()
       if jax_trace is not None:
@@ -267,11 +264,11 @@ class Traced:
       result, needs, is_replayable = self._attempt(stand_in, *given)
       return result
 
-    first = FirstTrace(run, self.__name__, named, jax_trace)
+    first = FirstTrace(run, named, jax_trace)
     if needs:
       self._first = first if is_replayable else None
       raise NewOperands(needs)
-    return first.replay(named, as_call=not self.options.is_padded)
+    return first.replay(named)
 
   def _named(self, rng, operands: tuple, args: tuple, kwargs: dict) -> Operands:
     captured, specialization, *numbers = operands
