@@ -213,6 +213,34 @@ def test_the_constants_of_a_scan_are_counted():
   assert jax_compat.constants_of_scan(params) == 1
 
 
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_a_jaxpr_is_repeated_in_a_trace(is_missing, monkeypatch):
+  """The derivative, batching and names of operations stay, and no call is added."""
+  if is_missing:
+    monkeypatch.setattr(jax_compat, "_add_equation", None)
+
+  def f(x, y):
+    with jax.named_scope("outer"):
+      closed = jax.make_jaxpr(lambda: (inner(x) * y, y, x + 1.5, 2.5))()
+      jaxpr = jax_compat.without_constants(closed)
+      return jax_compat.repeat(jaxpr, closed.consts)
+
+  @jax.named_scope("inner")
+  def inner(x):
+    return jnp.sin(x)
+
+  x, y = jnp.float32(0.5), jnp.arange(3.0)
+  expected = (jnp.sin(x) * y, y, x + 1.5, 2.5)
+  for run in (jax.jit(f), jax.jit(jax.vmap(f, (None, 0)))):
+    for found, wanted in zip(run(x, y), expected):
+      np.testing.assert_allclose(found, np.broadcast_to(wanted, found.shape))
+  gradient = jax.jit(jax.grad(lambda x: f(x, y)[0].sum()))(x)
+  np.testing.assert_allclose(gradient, jnp.cos(x) * y.sum(), rtol=1e-6)
+  equations = jax.make_jaxpr(f)(x, y).jaxpr.eqns
+  assert [equation.primitive.name for equation in equations] == ["sin", "mul", "add"]
+  assert "jit(f)/outer/inner/sin" in jax.jit(f).lower(x, y).as_text(debug_info=True)
+
+
 def test_sharding_type_error_is_recognized():
   mesh = jax.make_mesh((1,), ("x",))
   assert mesh.axis_types == (jax.sharding.AxisType.Explicit,)

@@ -8,10 +8,11 @@ differences between versions of JAX.
 
 import contextlib
 import re
+from collections.abc import Sequence
 
 import jax
 import numpy as np
-from jax.extend import core
+from jax.extend import core, source_info_util
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from torchax.compat import private
@@ -230,6 +231,53 @@ def without_constants(closed: core.ClosedJaxpr) -> core.Jaxpr:
   """
   jaxpr = closed.jaxpr
   return jaxpr.with_consts([]) if hasattr(jaxpr, "with_consts") else jaxpr
+
+
+_add_equation = private.find(
+  "jax._src.interpreters.partial_eval.DynamicJaxprTrace.emit_eqn",
+  "traces that take less time",
+  instead=None,
+)
+_operand = private.find(
+  "jax._src.interpreters.partial_eval.DynamicJaxprTrace.to_jaxpr_tracer",
+  "traces that take less time",
+  instead=None,
+)
+
+
+def repeat(jaxpr: core.Jaxpr, constants: Sequence) -> list:
+  """Add the equations of a jaxpr without operands to the trace in progress.
+
+  The types of their results are known, so they are not computed once more.
+
+  Args:
+    jaxpr: has constants, but no operands.
+    constants: arrays and tracers, one for each constant.
+  """
+  if _add_equation is None or _operand is None or not is_staging() or jaxpr.effects:
+    return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, constants))()
+  trace, source = _trace_context.trace, source_info_util.current()
+  names = source.name_stack
+  tracers = dict(zip(jaxpr.constvars, constants))
+
+  def tracer(atom):
+    value = atom.val if isinstance(atom, core.Literal) else tracers[atom]
+    return _operand(trace, value, source)
+
+  for equation in jaxpr.eqns:
+    origin = equation.source_info
+    results = _add_equation(
+      trace,
+      [tracer(atom) for atom in equation.invars],
+      [variable.aval for variable in equation.outvars],
+      equation.primitive,
+      equation.params,
+      equation.effects,
+      origin.replace(name_stack=names + origin.name_stack),
+      equation.ctx,
+    )
+    tracers.update(zip(equation.outvars, results))
+  return [tracer(atom) for atom in jaxpr.outvars]
 
 
 def is_about_devices(error: Exception) -> bool:

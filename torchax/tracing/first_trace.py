@@ -15,7 +15,6 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
-from jax.extend import core
 
 from torchax.compat import jax_compat
 from torchax.tracing.specialization import Specialization
@@ -104,7 +103,7 @@ class FirstTrace:
       constant if name is _NO_NAME else operands.named[name]
       for name, constant in zip(self._names, self._constants)
     ]
-    results = core.jaxpr_as_fun(core.ClosedJaxpr(self._jaxpr, values))()
+    results = jax_compat.repeat(self._jaxpr, values)
     return jax.tree.unflatten(self._treedef, results)
 
 

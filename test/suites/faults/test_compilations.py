@@ -333,6 +333,7 @@ def test_numbers_share_a_program(function, numbers, monkeypatch):
   In the compiled function, each number is a constant.
   """
   monkeypatch.setattr(numpy_fallback, "PROGRAM", 0)  # compile on the first call
+  gc.collect()  # programs of other tests do not interfere
   with torchax.default_env():
     torch.manual_seed(0)
     x = torch.rand(4, 6, device="jax") + 0.1
