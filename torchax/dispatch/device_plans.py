@@ -26,7 +26,9 @@ from torchax.rng import scope
 from torchax.tensor import Tensor
 
 _ArrayImpl = jax_compat.ArrayImpl
-_META = torch.device("meta")
+_CPU, _META = torch.device("cpu"), torch.device("meta")
+# Here torch makes the tensor.
+_OF_TORCH = (_CPU, _META)
 
 # Factories that take dtype and device of a tensor, but not its size.
 _SIZED = frozenset(
@@ -55,7 +57,7 @@ class PlacedPlan:
       return self._on_default_device(args, kwargs)
     if target is None:
       return self.plan(args, kwargs)
-    if target is _META:
+    if target in _OF_TORCH:
       with torch_compat.without_dispatch():
         return self.op(*args, **kwargs)
     if isinstance(target, Sharding):
@@ -64,6 +66,10 @@ class PlacedPlan:
       # Derive the key now, so that it stays on JAX's default device.
       scope.current(self.plan.env.streams).peek(self.plan.name)
     return run_on(lambda: self.plan(args, kwargs), target)
+
+  def _is_constant(self, source) -> bool:
+    """Return True if the numbers go neither by a tensor nor by a random stream."""
+    return source is not None and not getattr(self.plan, "is_sampler", False)
 
   def _on_default_device(self, args, kwargs):
     """Run the plan; move a result committed by its argument to the default device."""
@@ -78,10 +84,10 @@ class PlacedPlan:
     source = args[0] if args and isinstance(args[0], Tensor) else None
     if device is not None and device.type == "jax" and device.index is not None:
       return placement.target_of(device)
+    if device == _META or device == _CPU and self._is_constant(source):
+      return device
     if device is not None and device.type == "cpu":
       return None
-    if device == _META:
-      return _META
     if source is None:
       return self._default_target(args)
     index = _device_index(source)

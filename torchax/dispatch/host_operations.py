@@ -49,7 +49,11 @@ def run(boundary: Boundary, func, args, kwargs):
   if func not in _FRESH:
     for tensor in tensors:
       boundary.guard_on_host(tensor)
-  result = func(*args, **kwargs)
+  return _made(boundary, func(*args, **kwargs))
+
+
+def _made(boundary: Boundary, result):
+  """Record the CPU tensors in a result as made by the function; return the result."""
   for tensor in _plain_tensors(result):
     boundary.made.setdefault(id(tensor), tensor)
   return result
@@ -115,7 +119,9 @@ class _Operations(torch_compat.DispatchMode):
     takes_graphs = isinstance(func, torch_compat.HigherOrderOperator)
     is_on_jax = takes_graphs or any(issubclass(cls, Tensor) for cls in types)
     if active.boundary is None or is_on_jax:
-      return func(*args, **kwargs)
+      result = func(*args, **kwargs)
+      is_factory = active.boundary is not None and "device" in kwargs
+      return _made(active.boundary, result) if is_factory else result
     try:
       return run(active.boundary, func, args, kwargs)
     except Exception as error:

@@ -10,6 +10,7 @@ from compare import assert_same
 from ops.harness import Case, check, floats, ints
 
 import torchax
+from torchax.interop import jax_jit
 
 MATRIX = floats(2, 3)
 COMPLEX = torch.complex(floats(3), floats(3, seed=1))
@@ -164,6 +165,27 @@ WRITES = {
     number, dtype=x.dtype, device=x.device
   ),
 }
+
+
+ON_CPU = {
+  "new_full": lambda x: x.new_full((2,), 3, dtype=torch.int64, device="cpu"),
+  "zeros_like": lambda x: torch.zeros_like(x.t(), device="cpu"),
+  "empty_like": lambda x: torch.empty_like(x, device="cpu").fill_(2),
+}
+
+
+@pytest.mark.parametrize("make", ON_CPU.values(), ids=ON_CPU)
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_tensor_on_the_cpu_is_made_like_one_on_jax(make, is_compiled):
+  found = []
+
+  def run(x):
+    found.append(make(x))
+    return x
+
+  (jax_jit(run) if is_compiled else run)(torch.ones(2, 3, device="jax"))
+  expected = make(torch.ones(2, 3))
+  torch.testing.assert_close(found[0], expected, check_stride=True)
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
