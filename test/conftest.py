@@ -5,6 +5,7 @@ import os
 
 import hypothesis
 import pytest
+import rows
 
 # Tests must pass on any machine. For `make test-accelerator` JAX selects the platform,
 # where the default precision of matrix products is too low for the tolerances.
@@ -38,6 +39,24 @@ def pytest_collection():
   finally:
     gc.freeze()
     gc.enable()
+
+
+def pytest_addoption(parser):
+  parser.addoption(
+    "--rows",
+    type=rows.part_of,
+    metavar="K/N",
+    help="run part K of N, from 0, of the rows of each parametrized test",
+  )
+
+
+def pytest_collection_modifyitems(config, items):
+  part = config.getoption("--rows")
+  if part:
+    chosen = rows.in_part([item.nodeid for item in items], part)
+    others = [item for item in items if item.nodeid not in chosen]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if item.nodeid in chosen]
 
 
 @pytest.fixture
