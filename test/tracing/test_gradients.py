@@ -265,13 +265,25 @@ def test_gradients_of_arguments_reach_leaves_of_the_caller():
   assert leaf.grad.tolist() == [4.0, 4.0]
 
 
-def test_reading_an_earlier_gradient_of_an_argument_raises():
-  compiled = jax_jit(lambda x: x.grad)
+@pytest.mark.parametrize("is_first", [False, True])
+def test_reading_an_earlier_gradient_of_an_argument_raises(is_first):
+  """The error comes before the call has drawn or changed anything."""
+  state = torch.zeros(2, device="jax")
+
+  def run(x):
+    state.add_(torch.rand(2, device="jax"))
+    return x.grad
+
+  compiled = jax_jit(run)
   leaf = torch.ones(2, device="jax", requires_grad=True)
-  assert compiled(leaf) is None
+  if not is_first:
+    assert compiled(leaf) is None
   leaf.grad = torch.ones(2, device="jax")
+  before, draws = state.tolist(), torchax.device_module.get_rng_state()
   with pytest.raises(MutationError, match="reads the `.grad` of an argument"):
     compiled(leaf)
+  assert state.tolist() == before
+  assert torchax.device_module.get_rng_state().equal(draws)
 
 
 def test_a_hook_reads_the_new_gradient():

@@ -150,12 +150,6 @@ class ArgumentGradient(Change):
 
   def apply(self, leaves, array):
     leaf = leaves[self.index]
-    if self.is_dropped is False and leaf.is_leaf and leaf.grad is not None:
-      raise MutationError(
-        "A compiled function reads the `.grad` of an argument of shape "
-        f"{list(leaf.shape)}, which had a gradient before the call. Set it to None "
-        "where you would zero it, or close over the tensor instead of passing it."
-      )
     if self.is_dropped and leaf.is_leaf:
       leaf.grad = None
     if array is not None:

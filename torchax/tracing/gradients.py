@@ -19,6 +19,7 @@ import torch
 from torchax.compat.patches import WhileNeeded, patch
 from torchax.core.boundary import Boundary
 from torchax.core.storage import active
+from torchax.errors import MutationError
 from torchax.tensor import Tensor
 from torchax.tracing.modules import is_born_in
 from torchax.tracing.optimizer_state import parameters_of
@@ -92,6 +93,29 @@ def read_leaves(boundary: Boundary, leaves: list[Tensor]) -> list[Tensor]:
     for each in boundary.gradients.values()
     if each.is_dropped is False and each.index is None
   ]
+
+
+def read_arguments(boundary: Boundary) -> list[int]:
+  """Return the indices of the arguments whose `.grad` a trace reads at first."""
+  found = boundary.gradients.values()
+  return [e.index for e in found if e.index is not None and e.is_dropped is False]
+
+
+def require_no_gradients(leaves: list, read: set[tuple[int, int]]) -> None:
+  """Raise MutationError if an argument has a gradient that a trace would not see.
+
+  Args:
+    leaves: argument leaves of the call.
+    read: count of leaves, and index of the argument, for each that a trace reads.
+  """
+  for count, index in read:
+    leaf = leaves[index] if count == len(leaves) else None
+    if isinstance(leaf, Tensor) and leaf.is_leaf and leaf.grad is not None:
+      raise MutationError(
+        "A compiled function reads the `.grad` of an argument of shape "
+        f"{list(leaf.shape)}, which had a gradient before the call. Set it to None "
+        "where you would zero it, or close over the tensor instead of passing it."
+      )
 
 
 def _get(leaf: Tensor) -> torch.Tensor | None:

@@ -62,7 +62,9 @@ from torchax.tracing.gradients import (
   LeafGradient,
   following_gradients,
   gradient_of,
+  read_arguments,
   read_leaves,
+  require_no_gradients,
 )
 from torchax.tracing.guards import Guards
 from torchax.tracing.modules import Attributes, without_reads
@@ -148,6 +150,8 @@ class Traced:
     self._first: FirstTrace | None = None
     # True while a trace is repeated because a module was imported in it.
     self._repeats_import = False
+    # Arguments whose earlier `.grad` a trace reads: count of leaves, and index.
+    self._read_gradients: set[tuple[int, int]] = set()
     # The last call's specialization: its attributes, and the interned object.
     self._last: tuple = (None, None)
 
@@ -157,7 +161,12 @@ class Traced:
     """Return the operands of a call: captured arrays, specialization, numbers.
 
     `extra` is a static value from the wrapper, a part of the cache key.
+
+    Raises:
+      MutationError: an argument has a gradient, which the function would read.
     """
+    if self._read_gradients:
+      require_no_gradients(leaves, self._read_gradients)
     captured, key = self.captures.operands(self.guards)
     specialization = self.specialization(leaves, extra, key)
     if self.numbers.expressions:
@@ -308,6 +317,9 @@ class Traced:
       arrays = arrays_of(out)
       assigned = boundary.attributes.extract(boundary, self.options.assigns)
       needs += self._follow_gradients(boundary)
+      read = {(len(inner), index) for index in read_arguments(boundary)}
+      if not read <= self._read_gradients:
+        needs.append(functools.partial(self._read_gradients.update, read))
       missing = self.captures.missing(boundary, tensors) if self.options.lifts else []
       changes = collect(boundary, inner, born, specialization, [*tensors, *missing])
       effects = Effects.of(changes, assigned)
