@@ -265,11 +265,12 @@ class Jitted(Generic[P, R]):
     """Run the program; return its result, the random operands and the others."""
     jitted = self._jitted or self._jit_for(len(args))
     traced, keyed = self.traced, self._keyed
-    if not keyed.generators:  # the common case, without the closure below
+    if len(keyed.stream_operands) == 1:  # the usual case, without the closure below
       try:
         operands = traced.operands(leaves, extra)
-        with current().lock:
-          rng = keyed.values()
+        stream = current()
+        with stream.lock:
+          rng = keyed.values(stream=stream)
           result, advance = jitted(rng, operands, *args, **kwargs)
           if advance is not None:
             keyed.commit(advance)

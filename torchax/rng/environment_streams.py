@@ -6,6 +6,7 @@ determines the draws of other threads. Scopes override the roots (`scope.py`).
 """
 
 import dataclasses
+import functools
 import itertools
 import threading
 import weakref
@@ -16,7 +17,7 @@ from torchax.compat import jax_compat
 from torchax.compat.torch_compat import active_functions
 from torchax.rng import state as rng_state
 from torchax.rng.state import RngState
-from torchax.rng.stream import FREE, RngStream
+from torchax.rng.stream import RngStream
 
 RootSeed = tuple[int, int, str]
 """Start of a root stream: seed in [0, 2**64), number of the thread, implementation.
@@ -50,12 +51,14 @@ class _Root(threading.local):
 
 
 _numbers = itertools.count()
-_all: "weakref.WeakSet[Streams]" = weakref.WeakSet()
+# By number. Unlike that of `weakref.WeakSet`, its length costs no call of Python.
+_all: "dict[int, weakref.ref[Streams]]" = {}
 
 
 def all_streams() -> "list[Streams]":
   """Return the streams of all environments."""
-  return sorted(_all, key=lambda owner: owner.number)
+  alive = [reference() for reference in list(_all.values())]
+  return [owner for owner in alive if owner is not None]
 
 
 def are_several() -> bool:
@@ -97,7 +100,7 @@ class Streams:
     self.by_site = False
     if by_site:
       self.address_by_site(True)
-    _all.add(self)
+    _all[self.number] = weakref.ref(self, functools.partial(_all.pop, self.number))
 
   @property
   def seed(self) -> int:
@@ -156,7 +159,7 @@ class Streams:
         state = self.with_addressing(root_state(self.root_seed()))
         if root.stream is None:
           root.stream = RngStream(state)
-          root.stream.owner, root.stream.lock = None, FREE
+          root.stream.owner = None
         else:
           root.stream.reseed(state)
       elif root.stream is not None and root.stream.by_site != self.by_site:

@@ -28,6 +28,7 @@ from torchax.errors import RngError, TracedDrawError
 from torchax.rng import generator as generators
 from torchax.rng import ledger, scope
 from torchax.rng.state import RngState
+from torchax.rng.stream import RngStream
 from torchax.rng.stream_operands import (
   Advance,
   EnvironmentOperand,
@@ -171,12 +172,14 @@ class KeyedFunction:
     """Replay in the block the draws of the call that had `values`; advance nothing."""
     return scope.drawing_from(StreamOperands(self.stream_operands, values))
 
-  def values(self, times: int = 1) -> Values:
+  def values(self, times: int = 1, stream: RngStream | None = None) -> Values:
     """Return the positions of the caller's streams, for `times` runs of the function.
+
+    `stream` is the current stream, if the caller has looked it up.
 
     Inside a raw JAX transformation the function must not draw; else `commit` raises.
     """
-    stream = scope.current()
+    stream = stream or scope.current()
     try:
       stream.check(self.__name__)
     except TracedDrawError:

@@ -58,7 +58,7 @@ def current(owner: Streams | None = None) -> RngStream:
   ...   current().state
   RngState(threefry2x32, key=0:0, count=0)
   """
-  owner = owner or streams_on()
+  owner = owner or _Environments.streams_on()
   scopes = _scopes.get()
   return current_of(owner, scopes) if scopes else owner.root()
 
