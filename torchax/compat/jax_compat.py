@@ -258,7 +258,8 @@ def repeat(jaxpr: core.Jaxpr, constants: Sequence) -> list:
     return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, constants))()
   trace, source = _trace_context.trace, source_info_util.current()
   names = source.name_stack
-  tracers = dict(zip(jaxpr.constvars, constants))
+  # Since JAX 0.12 constants without a value are operands.
+  tracers = dict(zip([*jaxpr.constvars, *jaxpr.invars], constants))
 
   def tracer(atom):
     value = atom.val if isinstance(atom, core.Literal) else tracers[atom]
