@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dynamo.counting import CountingBackend
+from faults import programs
 from torch.utils.checkpoint import checkpoint
 
 import torchax
@@ -205,6 +206,20 @@ def test_a_compiled_step_of_an_optimizer(optimizer):
     counts = [state["step"] for state in made.state.values() if "step" in state]
     results.append((p.detach().cpu(), [float(count) for count in counts]))
   torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-5)
+
+
+OPTIMIZER = """
+import sys, torch, torchax
+weight = torch.nn.Parameter(torch.ones(2, device="jax"))
+weight.grad = torch.ones(2, device="jax")
+torch.compile(torch.optim.AdamW([weight], lr=0.1).step, backend="jax")()
+print("torch._inductor.compile_fx" in sys.modules, weight[0].item() < 1)
+"""
+
+
+@pytest.mark.programs
+def test_a_compiled_optimizer_does_not_import_inductor():
+  assert programs.run(OPTIMIZER).split() == ["False", "True"]
 
 
 def test_a_compiled_step_of_groups_counts_through_a_schedule():

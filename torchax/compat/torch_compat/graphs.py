@@ -43,6 +43,13 @@ _move_step = private.Later(
   f"{_OptimizerVariable}.move_step_if_cpu", _STEP_COUNTS, instead=None
 )
 
+_CUDA_GRAPHS = "compiled optimizers that do not import Inductor"
+_is_static = private.Later(
+  "torch._dynamo.variables.optimizer._is_static_for_cudagraphs",
+  _CUDA_GRAPHS,
+  instead=None,
+)
+
 _LOOPS = "loops of torch._higher_order_ops on jax tensors"
 _storages_in_dynamo = private.Later(
   "torch._dynamo.variables.higher_order_ops.get_tensor_storages", _LOOPS
@@ -219,6 +226,19 @@ def leave_step_counts(device_type: str) -> None:
 
   owner = private.resolve(_OptimizerVariable)
   patch(owner, "move_step_if_cpu", move_step_if_cpu, _STEP_COUNTS)
+
+
+def ask_for_cuda_graphs_on_cuda() -> None:
+  """Make Dynamo import Inductor, which takes a second, for optimizers on CUDA alone."""
+  original = _is_static()
+  if original is None:
+    return
+
+  def is_static(x: torch.Tensor) -> bool:
+    return not x.is_cuda or original(x)
+
+  owner = private.resolve(_OptimizerVariable.rpartition(".")[0])
+  patch(owner, "_is_static_for_cudagraphs", is_static, _CUDA_GRAPHS)
 
 
 @functools.cache
