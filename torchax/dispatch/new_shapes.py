@@ -93,11 +93,7 @@ def _with_shared_bits(program: Program, elements: Callable) -> Program:
 
   def run(rng_key, count, *operands):
     # Keys of another generator, and one key per row, have no shared bits.
-    shapes = (
-      rng_key.dtype,
-      rng_key.shape,
-      *[shape_of(operand) for operand in operands],
-    )
+    shapes = (_kind_of_key(rng_key), *[shape_of(operand) for operand in operands])
     found = known.get(shapes)
     if found is True:
       return program(rng_key, count, *operands)
@@ -115,6 +111,21 @@ def _with_shared_bits(program: Program, elements: Callable) -> Program:
   warmed: Any = run
   warmed.in_traces = program.in_traces
   return warmed
+
+
+# The last key, and its kind: a stream has one key for many draws.
+_last: tuple[Any, tuple] = (None, ())
+
+
+def _kind_of_key(key: jax.Array) -> tuple:
+  """Return the implementation of a typed key, and its shape."""
+  global _last
+  last, kind = _last
+  if last is not key:
+    kind = (str(jax.random.key_impl(key)), key.shape)
+    if not isinstance(key, jax.core.Tracer):
+      _last = (key, kind)
+  return kind
 
 
 @functools.cache
