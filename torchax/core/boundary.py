@@ -75,6 +75,7 @@ class Boundary:
     made: CPU tensors created in the trace, by identity.
     gradients: `.grad` of outer leaves before the trace (`tracing/gradients.py`), by
       the leaf's identity.
+    argument_gradients: `.grad` of the arguments, by the tensor's identity.
     stand_in: (value, name) -> tracer for an operand that is missing, or None.
     numbers: operands for host numbers, by expression; a number that is no operand yet
       has its Python value or a stand-in. None if no number becomes an operand.
@@ -102,6 +103,7 @@ class Boundary:
     self.attributes: Any = None
     self.made: dict[int, object] = {}
     self.gradients: dict[int, Any] = {}
+    self.argument_gradients: dict[int, Any] = {}
     self.stand_in: Callable[[Any, Hashable], Any] | None = None
     self.numbers: dict | None = None
 

@@ -141,12 +141,12 @@ class ArgumentGradient(Change):
 
   Attributes:
     index: index of the argument leaf.
-    is_dropped: as in `LeafGradient`.
+    is_dropped: True if the trace drops the argument's earlier gradient first.
   """
 
   kind = "given a gradient"
   index: int
-  is_dropped: bool | None
+  is_dropped: bool
 
   def apply(self, leaves, array):
     leaf = leaves[self.index]
@@ -271,17 +271,18 @@ def collect(
       "shares as a different view, or that repeats elements, as after `expand`. Pass "
       "the base and take the views inside."
     )
-  gradients = _of_arguments(boundary)
+  gradients = _of_arguments(boundary, inner)
   return [*gradients, *found, *_of_captured(boundary, captured), *reshapes]
 
 
-def _of_arguments(boundary: Boundary) -> Iterator[tuple[Change, Any]]:
+def _of_arguments(boundary: Boundary, inner: list) -> Iterator[tuple[Change, Any]]:
   """Yield the changes of the `.grad` of arguments."""
-  for each in boundary.gradients.values():
+  indices = {id(value): index for index, value in enumerate(inner)}
+  for each in boundary.argument_gradients.values():
     gradient = gradient_of(each.leaf)
-    if each.index is not None and (gradient is not None or each.is_dropped is not None):
+    if gradient is not None or each.is_dropped:
       array = None if gradient is None else gradient.jax()
-      yield ArgumentGradient(each.index, each.is_dropped), array
+      yield ArgumentGradient(indices[id(each.leaf)], bool(each.is_dropped)), array
 
 
 def _of_captured(
@@ -332,9 +333,8 @@ def trained_leaves(boundary: Boundary) -> list[Tensor]:
 
 def leaf_gradients(boundary: Boundary) -> list[LeafGradient]:
   """Return the `.grad` of the outer leaves that a trace may have changed."""
-  met = {id(leaf): LeafGradient(leaf, None) for leaf in trained_leaves(boundary)}
-  found = {**met, **boundary.gradients}.values()
-  return [each for each in found if each.index is None]
+  met = {id(leaf): LeafGradient(leaf) for leaf in trained_leaves(boundary)}
+  return [*{**met, **boundary.gradients}.values()]
 
 
 def drop_traced_grads(boundary: Boundary) -> None:

@@ -35,21 +35,23 @@ set_gradient: Callable[[Any, Any], None] = _grad.__set__
 
 @dataclasses.dataclass
 class LeafGradient:
-  """`.grad` of an outer leaf in a trace.
+  """`.grad` of a leaf in a trace: of an outer leaf, or of an argument.
 
   Attributes:
-    leaf: the leaf.
-    before: its `.grad` before the trace.
+    leaf: the leaf; the trace has a tensor of its own for an argument.
+    before: its `.grad` before the trace; None for an argument.
     is_dropped: True if the first access of the trace replaces the `.grad`, False if it
       reads it; None without an access.
-    index: position among the argument leaves, if the trace has a tensor of its own in
-      place of the leaf; that tensor is `leaf`, and has no `.grad` at first.
   """
 
   leaf: Tensor
-  before: Any
+  before: Any = None
   is_dropped: bool | None = None
-  index: int | None = None
+
+  def record(self, is_drop: bool) -> None:
+    """Record an access; only the first one counts."""
+    if self.is_dropped is None:
+      self.is_dropped = is_drop
 
 
 def _record(leaf: Any, is_drop: bool) -> None:
@@ -63,15 +65,13 @@ def _record(leaf: Any, is_drop: bool) -> None:
     return
   gradient = gradient_of(leaf)
   birth = leaf._storage.birth
-  while boundary is not None and (
-    birth is not boundary or id(leaf) in boundary.gradients
-  ):
+  while boundary is not None and boundary is not birth:
     before = None if is_born_in(gradient, boundary) else gradient
     found = boundary.gradients.setdefault(id(leaf), LeafGradient(leaf, before))
-    if found.is_dropped is None:
-      found.is_dropped = is_drop
-    gradient = found.before
-    boundary = None if birth is boundary else boundary.parent
+    found.record(is_drop)
+    gradient, boundary = found.before, boundary.parent
+  if boundary is not None and id(leaf) in boundary.argument_gradients:
+    boundary.argument_gradients[id(leaf)].record(is_drop)
 
 
 def read_leaves(boundary: Boundary, leaves: list[Tensor]) -> list[Tensor]:
@@ -88,17 +88,7 @@ def read_leaves(boundary: Boundary, leaves: list[Tensor]) -> list[Tensor]:
       is_touched = shadow is not None and shadow.is_touched
       if is_touched or is_born_in(gradient, boundary):  # `backward` has added to it
         _record(leaf, is_drop=False)
-  return [
-    each.leaf
-    for each in boundary.gradients.values()
-    if each.is_dropped is False and each.index is None
-  ]
-
-
-def read_arguments(boundary: Boundary) -> list[int]:
-  """Return the indices of the arguments whose `.grad` a trace reads at first."""
-  found = boundary.gradients.values()
-  return [e.index for e in found if e.index is not None and e.is_dropped is False]
+  return [each.leaf for each in boundary.gradients.values() if each.is_dropped is False]
 
 
 def require_no_gradients(leaves: list, read: set[tuple[int, int]]) -> None:

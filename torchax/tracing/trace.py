@@ -62,7 +62,6 @@ from torchax.tracing.gradients import (
   LeafGradient,
   following_gradients,
   gradient_of,
-  read_arguments,
   read_leaves,
   require_no_gradients,
 )
@@ -304,9 +303,9 @@ class Traced:
         boundary.lift(tensor._storage, array, tensor)
       inputs, treedef = jax.tree.flatten((args, kwargs))
       inner = self._wrap(inputs, specialization)
-      boundary.gradients |= {
-        id(value): LeafGradient(value, None, index=index)
-        for index, value in enumerate(inner)
+      boundary.argument_gradients = {
+        id(value): LeafGradient(value)
+        for value in inner
         if isinstance(value, Tensor) and value.requires_grad
       }
       born = [
@@ -317,9 +316,7 @@ class Traced:
       arrays = arrays_of(out)
       assigned = boundary.attributes.extract(boundary, self.options.assigns)
       needs += self._follow_gradients(boundary)
-      read = {(len(inner), index) for index in read_arguments(boundary)}
-      if not read <= self._read_gradients:
-        needs.append(functools.partial(self._read_gradients.update, read))
+      needs += self._follow_gradients_of_arguments(boundary, inner)
       missing = self.captures.missing(boundary, tensors) if self.options.lifts else []
       changes = collect(boundary, inner, born, specialization, [*tensors, *missing])
       effects = Effects.of(changes, assigned)
@@ -513,6 +510,15 @@ class Traced:
     if new:
       follow()
     return []
+
+  def _follow_gradients_of_arguments(self, boundary: Boundary, inner: list) -> list:
+    """Return a callback, like `_needs`, if the trace reads more of the gradients."""
+    gradients = boundary.argument_gradients.values()
+    leaves = {id(each.leaf) for each in gradients if each.is_dropped is False}
+    indices = [n for n, value in enumerate(inner) if id(value) in leaves]
+    read = {(len(inner), index) for index in indices}
+    is_known = read <= self._read_gradients
+    return [] if is_known else [functools.partial(self._read_gradients.update, read)]
 
   def _needs(
     self, boundary: Boundary, lifted: list[Tensor], missing: list[Tensor]
