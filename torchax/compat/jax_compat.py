@@ -254,7 +254,9 @@ def repeat(jaxpr: core.Jaxpr, constants: Sequence) -> list:
     jaxpr: has constants, but no operands.
     constants: arrays and tracers, one for each constant.
   """
-  if _add_equation is None or _operand is None or not is_staging() or jaxpr.effects:
+  # Equations on types of JAX's "hijax" need more than an entry in the trace.
+  is_plain = not (jaxpr.effects or jaxpr.is_high)
+  if _add_equation is None or _operand is None or not (is_plain and is_staging()):
     return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, constants))()
   trace, source = _trace_context.trace, source_info_util.current()
   names = source.name_stack
