@@ -1,6 +1,7 @@
 """`torch.compile(backend="jax")` of plain CPU tensors against CPU torch."""
 
 import gc
+import re
 import weakref
 
 import jax
@@ -449,6 +450,29 @@ def test_assertions_are_checked_when_the_call_returns():
   torch.testing.assert_close(run(X.abs()), X.abs() * 2)
   with pytest.raises(RuntimeError, match="a positive sum"):
     run(-X.abs())
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("name", ["inv", "cholesky", "lu_factor"])
+def test_singular_matrices_raise_torchs_error(name, requires_grad):
+  """torch's graphs pass a token through the check, as it is an effect on the host."""
+
+  def function(x):
+    result = getattr(torch.linalg, name)(x)
+    return result.LU if name == "lu_factor" else result
+
+  run = compiled(function)
+  x = (X @ X.T + torch.eye(4)).requires_grad_(requires_grad)
+  expected, actual = function(x), run(x)
+  torch.testing.assert_close(actual, expected)
+  if requires_grad:
+    gradients = [torch.autograd.grad(y.sum(), x) for y in (actual, expected)]
+    torch.testing.assert_close(*gradients)
+  zeros = torch.zeros_like(x, requires_grad=requires_grad)
+  with pytest.raises(RuntimeError) as raised:
+    function(zeros)
+  with pytest.raises(raised.type, match=re.escape(str(raised.value))):
+    run(zeros)
 
 
 # 64 bits, devices, refusals -----------------------------------------------------------

@@ -359,13 +359,25 @@ def test_operation_that_needs_a_concrete_size_raises(name):
     exported_program_to_stablehlo(exported)
 
 
-@pytest.mark.parametrize("solve", ["inv", "solve"])
-def test_checks_of_singular_matrices_are_omitted(solve):
-  """They are effects in torch's graph, which a pure function cannot have."""
+SOLVES = {
+  "inv": torch.linalg.inv,
+  "solve": lambda x: torch.linalg.solve(x, x[0]),
+  "lu_factor": lambda x: torch.linalg.lu_factor(x).LU,
+  "tensorinv": lambda x: torch.linalg.tensorinv(x[None], ind=2),
+}
+
+
+@pytest.mark.parametrize("name", SOLVES)
+def test_checks_of_singular_matrices_are_exported(name):
+  """torch's graphs pass a token through the check, as it is an effect on the host."""
   x = torch.eye(3) * 2 + torch.ones(3, 3)
-  function = {"inv": torch.linalg.inv, "solve": lambda x: torch.linalg.solve(x, x[0])}
-  (output,) = program_of(function[solve], x)([], arrays((x,)))
-  assert_equals(output, function[solve](x))
+  program = program_of(SOLVES[name], x)
+  (output,) = program([], arrays((x,)))
+  assert_equals(output, SOLVES[name](x))
+  (jitted,) = jax.jit(program)([], arrays((x,)))
+  assert_equals(jitted, SOLVES[name](x))
+  with pytest.raises(torch.linalg.LinAlgError):
+    program([], arrays((torch.zeros(3, 3),)))
 
 
 def test_detached_result_stops_gradients():

@@ -6,6 +6,7 @@ packed key and the integers of arithmetic are operands; the positions of draws a
 static. `backend.py` creates programs; `torch_io.py` converts their inputs and results.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,7 +26,15 @@ from torchax.dynamo.torch_io import Outputs, as_numpy, is_number
 from torchax.environment import default_env
 from torchax.errors import DataDependentError, OperatorNotFound
 from torchax.graphs import higher_order
-from torchax.graphs.fx import attribute, inputs, line_of, meta, results_of, where
+from torchax.graphs.fx import (
+  attribute,
+  inline_effects,
+  inputs,
+  line_of,
+  meta,
+  results_of,
+  where,
+)
 from torchax.graphs.interpreter import JaxInterpreter
 from torchax.registry.names import aten
 from torchax.registry.names import higher_order as operators
@@ -41,11 +50,11 @@ class _Static:
   Attributes:
     values: results other than tensors.
     log: records of the draws.
-    messages: messages of the assertions; their conditions are array results.
+    checks: functions that raise for wrong values of the checked array results.
   """
 
-  def __init__(self, values: tuple, log: tuple, messages: tuple):
-    self.values, self.log, self.messages = values, log, messages
+  def __init__(self, values: tuple, log: tuple, checks: tuple):
+    self.values, self.log, self.checks = values, log, checks
 
 
 class Keys:
@@ -94,6 +103,7 @@ class Program:
     visible: int,
   ):
     self.module, self.options, self.keys, self.name = module, options, keys, name
+    inline_effects(module.graph)
     self._inputs = inputs(module.graph)
     self._numbers = list(filter(is_number, module.graph.nodes))
     _require_runnable([n for n in module.graph.nodes if not is_number(n)])
@@ -101,8 +111,11 @@ class Program:
     self._outputs = Outputs(results, self._inputs, visible)
     is_rng = [node.name == keys.rng for node in self._inputs]
     self._rng = is_rng.index(True) if True in is_rng else None
+    # Tokens of effects are only returned; torch passes None for them.
     self._is_used = [
-      isinstance(meta(node), torch.Tensor) and bool(node.users) for node in self._inputs
+      isinstance(meta(node), torch.Tensor)
+      and any(user.op != "output" for user in node.users)
+      for node in self._inputs
     ]
     self._operands = {
       position
@@ -169,10 +182,10 @@ class Program:
     others = tuple(
       values[n] if isinstance(n, fx.Node) else n for n in self._outputs.numbers
     )
-    conditions = [condition for condition, _ in interpreter.assertions]
+    checked = [value for value, _ in interpreter.checks]
     log = () if stream is None else tuple(stream.log)
-    messages = tuple(message for _, message in interpreter.assertions)
-    return (outputs, conditions), _Static(others, log, messages)
+    checks = tuple(check for _, check in interpreter.checks)
+    return (outputs, checked), _Static(others, log, checks)
 
   # On a call ------------------------------------------------------------------------
 
@@ -199,10 +212,9 @@ class Program:
       # Converted on the first call: tensors are fake while torch compiles.
       self._constants = self._convert_constants()
     computed = self._jitted(tuple(static), self.keys.form, self._constants, arrays)
-    (outputs, conditions), results = jax.block_until_ready(computed)
-    for condition, message in zip(conditions, results.messages):
-      if not condition:
-        raise RuntimeError(message)
+    (outputs, checked), results = jax.block_until_ready(computed)
+    for value, check in zip(checked, results.checks):
+      check(value)
     if results.log:
       self.keys.log = results.log
     return self._outputs.assemble(passed, outputs, results.values)
@@ -217,23 +229,24 @@ class _Interpreter(JaxInterpreter):
     stream: stream of the draws, or None.
 
   Attributes:
-    assertions: (condition, message) of each assertion, checked after the call.
+    checks: (value, function) of each assertion, called with the value after the call.
   """
 
   def __init__(self, module: fx.GraphModule, constants: dict, stream):
     super().__init__(module)
     self.garbage_collect_values = False  # `Outputs` may need any of them
     self._constants, self._stream = constants, stream
-    self.assertions: list[tuple] = []
+    self.checks: list[tuple] = []
 
   def fetch_attr(self, target: str):
     constant = self._constants.get(target)
     return super().fetch_attr(target) if constant is None else constant
 
   def call_function(self, target, args: tuple, kwargs: dict) -> Any:
-    if target in _ASSERTIONS:
-      condition, *message = args
-      self.assertions.append((condition, *(message or [f"{target} failed"])))
+    if target in _CHECKS:
+      value, *others = args
+      check = functools.partial(_CHECKS[target], *others, **kwargs)
+      self.checks.append((value, check))
       return None
     if target is draws.run_keyed:
       return self._draw(*args, **kwargs)
@@ -249,7 +262,21 @@ class _Interpreter(JaxInterpreter):
     """Return None: `Outputs` selects the results."""
 
 
-_ASSERTIONS = frozenset({aten._assert_async.default, aten._assert_async.msg})
+def _check_true(message: str, condition: jax.Array) -> None:
+  if not condition:
+    raise RuntimeError(message)
+
+
+def _check_info(name: str, info: jax.Array, **kwargs) -> None:
+  aten._linalg_check_errors.default(mappings.j2t(info), name, **kwargs)
+
+
+# Assertion -> function of its other arguments and of the value that it checks.
+_CHECKS = {
+  aten._assert_async.default: functools.partial(_check_true, "_assert_async failed"),
+  aten._assert_async.msg: _check_true,
+  aten._linalg_check_errors.default: _check_info,
+}
 
 
 def _copy_aliased(array: jax.Array, seen: set[int]) -> jax.Array:

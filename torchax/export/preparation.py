@@ -13,7 +13,9 @@ from collections.abc import Iterator
 import torch
 from jax import lax
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
 
+from torchax.compat.torch_compat import remove_effect_tokens
 from torchax.graphs.fx import is_draw
 from torchax.ops.builtin import Kind, op
 from torchax.registry import operators
@@ -58,7 +60,11 @@ def functional(program: ExportedProgram) -> ExportedProgram:
   Args:
     program: result of `torch.export.export`, for training or decomposed.
   """
-  return _insert_operations(program).run_decompositions(_decompositions())
+  decomposed = _insert_operations(program).run_decompositions(_decompositions())
+  has_tokens = any(
+    spec.kind is InputKind.TOKEN for spec in decomposed.graph_signature.input_specs
+  )
+  return remove_effect_tokens()(decomposed) if has_tokens else decomposed
 
 
 def _decompositions() -> dict:
@@ -70,11 +76,6 @@ def _decompositions() -> dict:
     if overload in WHOLE or is_lowered:
       table.pop(overload)
   table[aten.dropout.default] = _dropout
-  # These omit torch's check for singular matrices, which is an effect on the host.
-  table[aten.linalg_inv.default] = lambda A: aten.linalg_inv_ex.default(A)[0]
-  table[aten.linalg_solve.default] = lambda A, B, left=True: (
-    aten.linalg_solve_ex.default(A, B, left=left)[0]
-  )
   return table
 
 

@@ -17,6 +17,7 @@ from torchax.compat import user_code
 from torchax.compat.torch_compat import named_scopes
 from torchax.compat.torch_compat.active_functions import UNSEEN, at_path
 from torchax.environment import default_env, env_on
+from torchax.registry.names import higher_order
 from torchax.registry.operators import Kind
 from torchax.rng import current
 
@@ -95,6 +96,31 @@ def inner_graph(node: fx.Node) -> fx.GraphModule | None:
   """Return the inner graph that a node reads, such as a branch of `torch.cond`."""
   value = attribute(node)
   return value if isinstance(value, fx.GraphModule) else None
+
+
+def inline_effects(graph: fx.Graph) -> None:
+  """Replace `with_effects(token, operation, *args)` by `operation(*args)`.
+
+  The tokens keep torch's compilers from changing the order of effects on the host. Here
+  the order of the nodes does that; new tokens become the input token.
+  """
+  for node in list(graph.nodes):
+    if node.op != "call_function" or node.target is not higher_order.with_effects:
+      continue
+    token, operation, *args = node.args
+    _, *values = node.meta["val"]
+    with graph.inserting_before(node):
+      call = graph.call_function(operation, tuple(args), node.kwargs)
+    is_single = len(values) == 1
+    call.meta = {**node.meta, "val": values[0] if is_single else tuple(values)}
+    for user in list(node.users):
+      _, index = user.args
+      if index and not is_single:
+        user.args = (call, index - 1)
+      else:
+        user.replace_all_uses_with(call if index else token)
+        graph.erase_node(user)
+    graph.erase_node(node)
 
 
 # Draws --------------------------------------------------------------------------------

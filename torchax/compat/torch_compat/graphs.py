@@ -37,6 +37,11 @@ compiled_module_class = private.Later("torch._dynamo.OptimizedModule", COMPILE)
 _VariableBuilder = private.Later(
   "torch._dynamo.variables.builder.VariableBuilder", COMPILE
 )
+# () -> the function that removes the tokens of effects from an exported program.
+remove_effect_tokens = private.Later(
+  "torch.export._remove_effect_tokens_pass._remove_effect_tokens",
+  "torch.export of programs that check for singular matrices",
+)
 _STEP_COUNTS = "step counts of optimizers in torch.compile of code on jax"
 _OptimizerVariable = "torch._dynamo.variables.optimizer.OptimizerVariable"
 _move_step = private.Later(
