@@ -9,10 +9,10 @@ import math
 import jax.numpy as jnp
 import torch
 
-from torchax.compat import jax_compat
+from torchax.compat import jax_compat, torch_compat
 from torchax.functions.builtin import register_function
 from torchax.ops.promotion import to_float
-from torchax.registry.names import F, functions, methods
+from torchax.registry.names import F, aten, functions, methods
 from torchax.registry.operators import Kind
 
 
@@ -57,3 +57,18 @@ def _gaussian_nll_loss(input, target, var, full=False, eps=1e-6, reduction="mean
   if full:
     loss = loss + 0.5 * math.log(2 * math.pi)
   return _REDUCTIONS[reduction](loss)
+
+
+class _Overlapping(torch_compat.DispatchMode):
+  """Mode for `istft`, which calls `equal` only to look for windows with a gap."""
+
+  def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    return func is not aten.equal.default and func(*args, **(kwargs or {}))
+
+
+@register_function(functions.istft, methods.istft, kind=Kind.TENSORS)
+def _istft(input, *args, **kwargs):
+  if jax_compat.is_top_level():
+    return torch.istft(input, *args, **kwargs)
+  with _Overlapping():
+    return torch.istft(input, *args, **kwargs)

@@ -76,7 +76,7 @@ DIFFERENCES: tuple[Difference, ...] = (
   ),
   Difference(
     (
-      *("item", "allclose", "equal", "narrow", "istft", "nn.functional.one_hot"),
+      *("item", "allclose", "equal", "narrow", "nn.functional.one_hot"),
       *("repeat_interleave", "tensor_split"),
     ),
     ("jit", "jax_gradient"),
