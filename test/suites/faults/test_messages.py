@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 import torchax
 from torchax import checkpoint, interop
+from torchax.errors import TracedStateError
 from torchax.registry.names import Missing, aten, find
 from torchax.registry.real_numbers import REAL
 
@@ -160,3 +161,12 @@ def test_negative_repeats_raise_even_with_output_size():
     ones(3).repeat_interleave(repeats, output_size=3)
   repeat = interop.jax_jit(lambda x, r: x.repeat_interleave(r, output_size=3))
   assert repeat(ones(3), repeats).isnan().all()
+
+
+def test_repeats_that_are_traced_numbers_name_static_argnums():
+  def function(x, n):
+    return x.repeat_interleave(n)
+
+  with pytest.raises(TracedStateError, match="`static_argnums` of `jax_jit`"):
+    interop.jax_jit(function)(ones(3), 2)
+  assert interop.jax_jit(function, static_argnums=1)(ones(3), 2).shape == (6,)

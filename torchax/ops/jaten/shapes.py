@@ -106,7 +106,8 @@ def _require_length(repeats, output_size) -> None:
     raise TracedStateError(
       "repeat_interleave: the length of the result depends on the values of `repeats`, "
       "and these are unknown inside a JAX transformation such as jax.jit. Pass "
-      "`output_size=`."
+      "`output_size=`. If `repeats` is a Python number, name its position in "
+      "`static_argnums` of `jax_jit`."
     )
 
 
