@@ -389,3 +389,30 @@ def test_detached_result_stops_gradients():
     tuple(arrays((X,)))
   )
   assert (slope == 2).all()
+
+
+# Tensors that `forward` makes ---------------------------------------------------------
+
+NEW_TENSORS = {
+  "tensor": lambda x: x + torch.tensor([1.0, 2.0, 3.0], device=x.device),
+  "number": lambda x: x * torch.tensor(2.0, device=x.device),
+  "as_tensor": lambda x: x + torch.as_tensor([1, 2, 3], device=x.device),
+  "new_tensor": lambda x: x + x.new_tensor([1.0, 2.0, 3.0]),
+  "index": lambda x: x[:, torch.tensor([2, 0], device=x.device)],
+}
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
+@pytest.mark.parametrize("name", NEW_TENSORS)
+def test_export_of_new_tensors_on_jax(name, strict):
+  """torch's tracers see a CPU tensor and its move, as without accelerators."""
+
+  class Module(torch.nn.Module):
+    def forward(self, x):
+      return NEW_TENSORS[name](x)
+
+  x = torch.arange(6.0).view(2, 3)
+  exported = torch.export.export(Module(), (x.to("jax"),), strict=strict)
+  output = exported.module()(x.to("jax"))
+  assert output.device.type == "jax"
+  torch.testing.assert_close(output.cpu(), Module()(x))

@@ -3,8 +3,8 @@
 torch parses the call and calls the device's kernel, which runs the lowering. torch's
 C++ also creates tensors on the hidden device of wrappers: zeros of a gradient formula,
 the number in `torch.where(mask, x, 0.0)`, or `type_as`. These mix with tensors of any
-device. `torch.tensor` copies into its new tensor where Python cannot see it: it gets a
-CPU tensor, which becomes a jax tensor when torch returns it.
+device. `torch.tensor` would copy into its new tensor where Python cannot see it: it
+makes a CPU tensor first (`move_new_tensors_from_cpu`).
 """
 
 from collections.abc import Callable
@@ -81,20 +81,6 @@ def _internal_kernel(op) -> Callable:
   return kernel
 
 
-class _Pending(torch_compat.CpuSubclass):
-  """CPU tensor that torch fills with numbers; it moves to jax when torch returns it."""
-
-  @classmethod
-  def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-    plain, target = args[0].plain, args[0].target
-    if torch_compat.is_tracing_fakes():
-      return torch.empty(plain.shape, dtype=plain.dtype, device=target)
-    if target == torch_compat.HIDDEN_DEVICE:
-      with placement.using_default():
-        return device_plans.mark_without_device(env_on().copy_to_jax(plain))
-    return env_on().copy_to_jax(plain, target)
-
-
 def _empty(size, *, dtype=None, device=None, **_ignored) -> torch.Tensor:
   """Return zeros, since JAX has no uninitialised memory; compile nothing."""
   if any(length < 0 for length in size):
@@ -102,10 +88,6 @@ def _empty(size, *, dtype=None, device=None, **_ignored) -> torch.Tensor:
       f"Trying to create tensor with negative dimension {min(size)}: {list(size)}"
     )
   dtype = dtype or torch.get_default_dtype()
-  if torch_compat.dispatch_is_excluded():
-    pending = _Pending.of(torch.empty(size, dtype=dtype, device="cpu"))
-    pending.target = device
-    return pending
   env = env_on()
   asked, dtype = dtype, mappings.t2j_dtype(dtype)
   if jax_compat.is_staging():
@@ -128,8 +110,6 @@ def _empty_strided(size, stride, **kwargs) -> torch.Tensor:
 
 
 def _internal_empty(size, *, device=None, **kwargs) -> torch.Tensor:
-  if torch_compat.dispatch_is_excluded():
-    return _empty(size, device=device, **kwargs)
   with placement.using_default():
     return device_plans.mark_without_device(_empty(size, **kwargs))
 
@@ -160,6 +140,7 @@ def _pin_memory(tensor: torch.Tensor, device=None) -> torch.Tensor:
 
 def register_kernels() -> None:
   """Register the kernels of factories for both devices, "jax" and the hidden one."""
+  torch_compat.move_new_tensors_from_cpu()
   register = torch_compat.register_kernel
   register("_pin_memory", _pin_memory, "CPU")
   register("empty.memory_format", _empty)

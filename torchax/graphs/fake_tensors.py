@@ -103,7 +103,7 @@ class Fake(Tensor):
     """Return a constant: other backends fail before they cache anything."""
     return "jax"
 
-  _shell = None
+  _shell = _chain = None
   # torch's tracers distinguish inputs by the storage of the wrapper.
   data_ptr = torch.Tensor.data_ptr
 

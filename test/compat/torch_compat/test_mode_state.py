@@ -46,14 +46,6 @@ def test_without_modes_disables_all_modes():
   assert seen
 
 
-def test_dispatch_is_excluded_under_without_dispatch():
-  assert not torch_compat.dispatch_is_excluded()
-  with torch_compat.without_dispatch():
-    assert torch_compat.dispatch_is_excluded()
-  torch.tensor([1.0], device="jax")
-  assert not torch_compat.dispatch_is_excluded()
-
-
 def test_operations_are_recorded_above_dispatch():
   """Also in a handler, and with a mode on that catches what C++ makes."""
   seen = []

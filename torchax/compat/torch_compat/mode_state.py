@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchax.compat import private
+from torchax.compat.patches import patch
 
 # Context managers: operations treat tensors as plain; no modes are active.
 without_dispatch = private.essential(
@@ -166,19 +167,24 @@ def attribute_holder() -> torch.Tensor:
     return torch.empty(0, device="cpu")
 
 
-_EXCLUSION = "telling where the numbers of a new tensor would be lost without a word"
-_is_excluded = private.essential(
-  "torch._C._dispatch_tls_is_dispatch_key_excluded", _EXCLUSION
+_NEW_TENSORS = 'torch.tensor(…, device="jax")'
+_set_only_lift_cpu_tensors = private.essential(
+  "torch._C._set_only_lift_cpu_tensors", _NEW_TENSORS
 )
-_python_key = private.essential("torch._C.DispatchKey.Python", _EXCLUSION)
+_FakeTensorMode = private.find(
+  "torch._subclasses.fake_tensor.FakeTensorMode", _NEW_TENSORS, instead=None
+)
 
 
-def dispatch_is_excluded() -> bool:
-  """Return True inside torch functions whose operations bypass Python dispatch.
+def move_new_tensors_from_cpu() -> None:
+  """Make `torch.tensor` create a CPU tensor and then move it to its device.
 
-  `torch.tensor` is one: its copy into the new tensor would be lost.
+  Otherwise it moves the numbers below Python dispatch, where they would be lost.
+  torch's tracers choose the same order on machines without accelerators.
   """
-  return _is_excluded(_python_key)
+  _set_only_lift_cpu_tensors(True)
+  if _FakeTensorMode is not None:
+    patch(_FakeTensorMode, "avoid_device_init", True, f"{_NEW_TENSORS} in a graph")
 
 
 _ABOVE = "torch's derivatives of operations that JAX differentiates"

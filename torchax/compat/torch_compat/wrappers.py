@@ -10,9 +10,6 @@ from torchax.compat.torch_compat.mode_state import without_dispatch
 
 _WRAPPERS = "the class of its tensors, which have no memory that torch knows"
 _make_wrapper = private.essential("torch.Tensor._make_wrapper_subclass", _WRAPPERS)
-_make_subclass = private.find(
-  "torch.Tensor._make_subclass", 'torch.tensor(…, device="jax")'
-)
 _key_set = private.essential("torch._C.DispatchKeySet", _WRAPPERS)
 _meta_key = private.essential("torch._C.DispatchKey.Meta", _WRAPPERS)
 
@@ -38,23 +35,6 @@ disabled_torch_function = private.find(
   "calls of torch functions at their full speed",
   instead=_call_without_overrides,
 )
-
-
-class CpuSubclass(torch.Tensor):
-  """CPU tensor whose operations go to `cls.__torch_dispatch__`.
-
-  Attributes:
-    plain: plain tensor that shares its memory.
-  """
-
-  __torch_function__ = disabled_torch_function
-
-  @classmethod
-  def of(cls, plain: torch.Tensor):
-    """Return a tensor of this class that shares the memory of a plain tensor."""
-    wrapper = _make_subclass(cls, plain)
-    wrapper.plain = plain
-    return wrapper
 
 
 AUTOCAST = 'torch.autocast("jax")'
