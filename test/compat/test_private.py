@@ -48,8 +48,7 @@ with torchax.default_env():
 ESSENTIAL = {
   "torch.Tensor._make_wrapper_subclass",
   "torch._C._DisableTorchDispatch",
-  "torch._C._dispatch_tls_is_dispatch_key_excluded",
-  "torch._C.DispatchKey.Python",
+  "torch._C._set_only_lift_cpu_tensors",
   "torch._C.DispatchKey.Meta",
   "torch._C.DispatchKeySet",
   "torch._C.DisableTorchFunctionSubclass",
