@@ -34,6 +34,16 @@ def read_table(page: str, tool: str) -> str:
   return table.strip()
 
 
+def read_rows(page: str, tool: str) -> list[list[str]]:
+  """Return the cells of a tool's table in a page, without the header.
+
+  Raises:
+    ValueError: the page has no markers.
+  """
+  lines = read_table(page, tool).splitlines()[2:]
+  return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+
+
 def insert(page: str, tool: str, table: str) -> str:
   """Return the page with the table of a tool between its markers replaced.
 

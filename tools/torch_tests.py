@@ -302,34 +302,52 @@ def stale_expectations(
   return [e for e in expectations if not any(e.matches(outcome) for outcome in used)]
 
 
-def render(judgements: list[Judgement], samples: dict[str, int | None]) -> str:
+def render(
+  judgements: list[Judgement], samples: dict[str, int | None], page: str = ""
+) -> str:
   """Return the table of the page: a row for each file and mode, and for all files.
 
   Args:
-    judgements: those of all files.
+    judgements: those of the files that ran.
     samples: file -> number of tests in its sample, or None for all tests.
+    page: page with the table of an earlier run; rows of other files and modes stay.
   """
   header = ["file", "tests", "dtypes", "run", "passed", "expected", "faults", "slow"]
+  earlier = tables.read_rows(page, "torch_tests") if page else []
+  rows = {(row[0], row[2]): row for row in earlier if row[0] in FILES}
   groups: dict[tuple[str, str], list[Judgement]] = collections.defaultdict(list)
   for judgement in judgements:
     # These tests have no result to compare, and are not counted.
     if judgement.kind not in ("skipped", "other release"):
       record = judgement.record
       groups[record.file, record.mode].append(judgement)
-      groups["all", record.mode].append(judgement)
-  rows = []
-  for file, mode in sorted(groups, key=lambda key: (key[0] == "all", key[0])):
-    group = groups[file, mode]
+  for (file, mode), group in groups.items():
     kinds = collections.Counter(judgement.kind for judgement in group)
     reasons = collections.Counter(j.reason for j in group if j.kind == "expected")
-    said = [f"{count} {reason}" for reason, count in reasons.most_common()]
-    numbers = [str(kinds[kind]) for kind in ("fault", "slow")]
-    passed = str(kinds["passed"])
     sample = samples.get(file)
-    size = "" if file == "all" else f"{sample} of the file" if sample else "all"
-    row = [file, size, mode, str(len(group)), passed, "<br>".join(said), *numbers]
-    rows.append(row)
-  return tables.markdown(header, rows)
+    size = f"{sample} of the file" if sample else "all"
+    counts = [str(kinds[kind]) for kind in ("passed", "fault", "slow")]
+    found = [str(len(group)), counts[0], _describe(reasons), *counts[1:]]
+    rows[file, mode] = [file, size, mode, *found]
+  order = sorted(rows, key=lambda key: (key[0], MODES.index(key[1])))
+  modes = [mode for mode in MODES if any(row[2] == mode for row in rows.values())]
+  total = [_total([rows[key] for key in order if key[1] == mode]) for mode in modes]
+  return tables.markdown(header, [rows[key] for key in order] + total)
+
+
+def _describe(reasons: collections.Counter[str]) -> str:
+  return "<br>".join(f"{count} {reason}" for reason, count in reasons.most_common())
+
+
+def _total(rows: list[list[str]]) -> list[str]:
+  """Return the sum of the rows of a mode."""
+  reasons: collections.Counter[str] = collections.Counter()
+  for row in rows:
+    for cell in filter(None, row[5].split("<br>")):
+      count, _, reason = cell.partition(" ")
+      reasons[reason] += int(count)
+  run, passed, faults, slow = (str(sum(int(r[i]) for r in rows)) for i in (3, 4, 6, 7))
+  return ["all", "", rows[0][2], run, passed, _describe(reasons), faults, slow]
 
 
 def _append(
@@ -422,11 +440,11 @@ def main(arguments: list[str]) -> int:
 
   with concurrent.futures.ThreadPoolExecutor(chosen.jobs) as pool:
     judgements = [judgement for ran in pool.map(run, files) for judgement in ran]
-  table = render(judgements, {file: sample for file, (sample, _) in found.items()})
-  print(table)
+  samples = {file: sample for file, (sample, _) in found.items()}
+  print(render(judgements, samples))
   if chosen.page:
     page = chosen.page.read_text(encoding="utf-8")
-    text = tables.insert(page, "torch_tests", table)
+    text = tables.insert(page, "torch_tests", render(judgements, samples, page))
     chosen.page.write_text(text, encoding="utf-8")
   is_whole = chosen.sample is None and modes == MODES and files == FILES
   stale = stale_expectations(judgements, expectations) if is_whole else []

@@ -7,7 +7,7 @@ import sys
 import pytest
 from source_tree import ROOT
 
-from tools import torch_tests, torch_tests_worker
+from tools import tables, torch_tests, torch_tests_worker
 from tools.expectations import Expectation, Outcome, read_expectations
 
 FAKE = """
@@ -116,9 +116,10 @@ def folder(tmp_path):
 @pytest.mark.programs
 def test_each_test_is_compared_with_cpu_torch(folder, capsys):
   report, page = folder / "report.json", folder / "page.md"
-  page.write_text(
-    "<!-- the table is written by tools/torch_tests.py -->\n<!-- end of the table -->\n"
-  )
+  other = ["test_nn.py", "40 of the file", "x64", "34", "21", "13 reason", "0", "0"]
+  removed = ["test_removed.py", "all", "x64", "1", "1", "", "0", "0"]
+  table = tables.markdown(["file"] * 8, [other, removed])
+  page.write_text(f"{tables.begin('torch_tests')}\n{table}\n{tables.END}\n")
   arguments = [
     str(folder),
     "--files=test_fake.py",
@@ -162,6 +163,11 @@ def test_each_test_is_compared_with_cpu_torch(folder, capsys):
   assert row in said
   assert "| all |  | 32 bits | 9 | 5 |" in page.read_text()
   assert "1 64 bits" in page.read_text()
+  # Rows of other files stay, and count in the totals.
+  written = tables.read_rows(page.read_text(), "torch_tests")
+  assert other in written and removed not in written
+  total = "13 reason<br>1 jax arrays have no strides"
+  assert written[-2] == ["all", "", "x64", "43", "25", total, "3", "1"]
   # A report is judged again without running the tests.
   rows = f"--expectations={expectations(folder)}"
   assert torch_tests.main([*arguments, rows, "--resume"]) == 1
