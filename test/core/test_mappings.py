@@ -7,7 +7,7 @@ import pytest
 import torch
 from ops.harness import NARROWED, floats, ints
 
-from torchax.errors import MixedDeviceError, UnsupportedDtypeError
+from torchax.errors import UnsupportedDtypeError
 from torchax.ops import mappings
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*32 bits wide")
@@ -186,5 +186,9 @@ def test_a_conversion_on_the_way_is_made_by_torch():
 
 
 def test_a_tensor_without_data_is_refused():
-  with pytest.raises(MixedDeviceError, match="no data"):
+  with pytest.raises(NotImplementedError, match="no data"):
     mappings.t2j(torch.empty(2, device="meta"))
+  with pytest.raises(NotImplementedError, match="no data"):
+    torch.empty(2, device="meta").to("jax")
+  with pytest.raises(NotImplementedError, match="use torch.nn.Module.to_empty"):
+    torch.nn.Linear(2, 2, device="meta").to("jax")

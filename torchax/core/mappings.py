@@ -216,6 +216,7 @@ def t2j(
     UnsupportedDtypeError: the tensor is sparse or quantised, or JAX lacks its dtype.
     RuntimeError: the tensor has more dimensions than numpy supports.
     MixedDeviceError: the tensor is not on the CPU.
+    NotImplementedError: the tensor is on meta.
     OverflowError: an int64 value does not fit in 32 bits.
 
   Warns:
@@ -250,10 +251,12 @@ def _require_data_on_cpu(t: torch.Tensor) -> None:
     raise RuntimeError(
       f"only tensors with up to {_MOST_DIMS} dims are supported, but got {t.dim()}."
     )
+  if t.is_meta:  # torch's own error: `Module.to` adds the remedy to this message
+    raise NotImplementedError("Cannot copy out of meta tensor; no data!")
   if t.device.type != "cpu":
     raise MixedDeviceError(
-      f"A copy to jax expects a CPU tensor, but got one on {t.device}. "
-      + ("It has no data." if t.is_meta else "Call `.cpu()` first.")
+      f"A copy to jax expects a CPU tensor, but got one on {t.device}. Call `.cpu()` "
+      "first."
     )
 
 

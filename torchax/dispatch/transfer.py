@@ -18,7 +18,7 @@ from torchax.core.storage import LazyZeros
 from torchax.devices import placement, shards
 from torchax.dispatch import host_operations
 from torchax.dispatch.batched_gradients import over_batches
-from torchax.errors import MixedDeviceError, UnsupportedDtypeError
+from torchax.errors import UnsupportedDtypeError
 from torchax.registry.names import aten, present
 from torchax.tensor import Tensor, new_tensor
 
@@ -314,11 +314,6 @@ def _move(tensor: Any, dtype, device, env) -> torch.Tensor:
   if isinstance(tensor, Tensor):
     cast: Any = tensor if dtype is None else tensor.to(dtype)
     return new_tensor(placement.put(cast.jax(), device), env)
-  if tensor.device.type != "cpu":
-    raise MixedDeviceError(
-      f"A tensor on {tensor.device} has no data to move to jax. "
-      "Make it on the CPU first."
-    )
   return env.copy_to_jax(tensor, device, dtype)
 
 
