@@ -126,3 +126,8 @@ def test_cat_raises_for_scalars():
   scalar = torch.ones((), device="jax")
   with pytest.raises(RuntimeError, match="0-d|zero-dimensional"):
     torch.cat([scalar, scalar])
+
+
+def test_a_dense_tensor_has_no_sparse_dimensions():
+  x = torch.ones(2, 3, device="jax")
+  assert (x.sparse_dim(), x.dense_dim()) == (0, 2)

@@ -493,3 +493,13 @@ def _aten_unbind(self, dim=0):
 @op(prims.broadcast_in_dim)
 def _prims_broadcast_in_dim(a, shape, broadcast_dimensions):
   return lax.broadcast_in_dim(a, shape, broadcast_dimensions)
+
+
+@op(aten.sparse_dim, compiled=False)
+def _aten_sparse_dim(self):
+  return 0
+
+
+@op(aten.dense_dim, compiled=False)
+def _aten_dense_dim(self):
+  return self.ndim
