@@ -1,6 +1,7 @@
 """Active functions: calls of modules are tracked while a program asks for sites."""
 
 import asyncio
+import gc
 import threading
 
 import jax
@@ -83,6 +84,16 @@ def test_torch_is_unchanged_while_no_program_asks_for_sites(env, nobody_asks):
     Pair()(_x())
     torchax.rng.address_by("order")
     Pair()(_x())  # the stream stops using sites
+  assert torch.nn.Module.__call__ is original
+
+
+def test_torch_is_restored_when_an_environment_is_deleted(nobody_asks):
+  original = torch.nn.Module.__call__
+  env = torchax.Environment()
+  env.streams.address_by_site(True)
+  assert _is_followed()
+  del env
+  gc.collect()
   assert torch.nn.Module.__call__ is original
 
 

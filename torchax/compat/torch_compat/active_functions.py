@@ -192,6 +192,8 @@ class _Following:
   def hold_for(self, owner) -> None:
     """Track calls until `release`, or until `owner` is deleted."""
     with self._lock:
+      # The oldest callback runs last: the set has lost the owner by then.
+      weakref.finalize(owner, self.update).atexit = False
       self._owners.add(owner)
       self.update()
 
