@@ -4,8 +4,8 @@ import gc
 import os
 
 import hypothesis
+import parts
 import pytest
-import rows
 
 # Tests must pass on any machine. For `make test-accelerator` JAX selects the platform,
 # where the default precision of matrix products is too low for the tolerances.
@@ -43,17 +43,17 @@ def pytest_collection():
 
 def pytest_addoption(parser):
   parser.addoption(
-    "--rows",
-    type=rows.part_of,
+    "--part",
+    type=parts.part_of,
     metavar="K/N",
-    help="run part K of N, from 0, of the rows of each parametrized test",
+    help="run part K of N of the tests, from 0",
   )
 
 
 def pytest_collection_modifyitems(config, items):
-  part = config.getoption("--rows")
+  part = config.getoption("--part")
   if part:
-    chosen = rows.in_part([item.nodeid for item in items], part)
+    chosen = parts.in_part([item.nodeid for item in items], part)
     others = [item for item in items if item.nodeid not in chosen]
     config.hook.pytest_deselected(items=others)
     items[:] = [item for item in items if item.nodeid in chosen]

@@ -1,7 +1,7 @@
-"""Rows of parametrized tests, in parts: `make test ARGS="--rows=1/3"` runs the second.
+"""Parts of the tests: `make test ARGS="--part=1/3"` runs the second of three.
 
-A machine with little time runs one part of the rows. Every test function is in each
-part, and all parts together have every row.
+A machine with little time runs one part. Each part has rows of every parametrized test
+and tests of every file. All parts together have every test.
 """
 
 import argparse
@@ -22,18 +22,18 @@ def part_of(text: str) -> tuple[int, int]:
 
 
 def in_part(names: Iterable[str], part: tuple[int, int]) -> set[str]:
-  """Return the names in a part; the rows of a test function are dealt in turn.
+  """Return the names in a part: rows and tests are dealt in turn.
 
   Args:
-    names: pytest's names of tests, "file::test[row]".
+    names: pytest's names of tests, "file::test" or "file::test[row]".
     part: number of the part, from 0, and count of parts.
   """
   number, count = part
-  rows = defaultdict(list)
+  groups = defaultdict(list)
   for name in names:
-    rows[name.partition("[")[0]].append(name)
+    groups[name.partition("[" if "[" in name else "::")[0]].append(name)
   chosen = set()
-  for group in rows.values():
+  for group in groups.values():
     # Neighbors are alike: a hash mixes them.
     group.sort(key=lambda name: zlib.crc32(name.encode()))
     chosen.update(group[number % len(group) :: count])
