@@ -26,9 +26,7 @@ from torchax.rng import scope
 from torchax.tensor import Tensor
 
 _ArrayImpl = jax_compat.ArrayImpl
-_CPU, _META = torch.device("cpu"), torch.device("meta")
-# Here torch makes the tensor.
-_OF_TORCH = (_CPU, _META)
+_META = torch.device("meta")
 
 # Factories that take dtype and device of a tensor, but not its size.
 _SIZED = frozenset(
@@ -57,7 +55,7 @@ class PlacedPlan:
       return self._on_default_device(args, kwargs)
     if target is None:
       return self.plan(args, kwargs)
-    if target in _OF_TORCH:
+    if isinstance(target, torch.device):  # torch makes it
       with torch_compat.without_dispatch():
         return self.op(*args, **kwargs)
     if isinstance(target, Sharding):
@@ -66,10 +64,6 @@ class PlacedPlan:
       # Derive the key now, so that it stays on JAX's default device.
       scope.current(self.plan.env.streams).peek(self.plan.name)
     return run_on(lambda: self.plan(args, kwargs), target)
-
-  def _is_constant(self, source) -> bool:
-    """Return True if the numbers go neither by a tensor nor by a random stream."""
-    return source is not None and not getattr(self.plan, "is_sampler", False)
 
   def _on_default_device(self, args, kwargs):
     """Run the plan; move a result committed by its argument to the default device."""
@@ -84,10 +78,11 @@ class PlacedPlan:
     source = args[0] if args and isinstance(args[0], Tensor) else None
     if device is not None and device.type == "jax" and device.index is not None:
       return placement.target_of(device)
-    if device == _META or device == _CPU and self._is_constant(source):
-      return device
     if device is not None and device.type == "cpu":
-      return None
+      is_constant = source is not None and not getattr(self.plan, "is_sampler", False)
+      return device if is_constant else None
+    if device == _META:
+      return device
     if source is None:
       return self._default_target(args)
     index = _device_index(source)

@@ -115,15 +115,14 @@ class _Operations(torch_compat.DispatchMode):
   """Mode that sends operations without jax tensors to `run` during a trace."""
 
   def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-    kwargs = kwargs or {}
-    takes_graphs = isinstance(func, torch_compat.HigherOrderOperator)
-    is_on_jax = takes_graphs or any(issubclass(cls, Tensor) for cls in types)
-    if active.boundary is None or is_on_jax:
+    kwargs, boundary = kwargs or {}, active.boundary
+    if boundary is None or isinstance(func, torch_compat.HigherOrderOperator):
+      return func(*args, **kwargs)
+    if any(issubclass(cls, Tensor) for cls in types):
       result = func(*args, **kwargs)
-      is_factory = active.boundary is not None and "device" in kwargs
-      return _made(active.boundary, result) if is_factory else result
+      return _made(boundary, result) if "device" in kwargs else result
     try:
-      return run(active.boundary, func, args, kwargs)
+      return run(boundary, func, args, kwargs)
     except Exception as error:
       hide(error)
       raise
