@@ -3,8 +3,8 @@
 Only the trace finds which tensors and numbers a function reads, such as the state that
 an optimizer creates in its first step. In a first trace each of them gets a stand-in, a
 tracer of the trace in progress. The function is recorded as a jaxpr around these. JAX's
-own trace is then repeated with all operands, and evaluates the jaxpr in place of the
-function. So Python runs the function once.
+own trace is then repeated with all operands, and gets the equations of the jaxpr. So
+Python runs the function once.
 
 `trace.py` uses it for `jax_jit`. A random stream that the trace has met still needs a
 second trace.
