@@ -1,11 +1,15 @@
 """Jax tensors of users' subclasses of `torch.Tensor` act like those on the CPU."""
 
+import contextlib
 import copy
+import functools
 import pickle
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.testing import assert_close
+from torch.utils._pytree import tree_map
 
 import torchax
 from torchax.subclasses import class_with_array
@@ -255,3 +259,96 @@ def test_subclass_with_own_dispatch_raises():
 
   with pytest.raises(TypeError, match="Wrapped, which has its own"):
     _ones(Wrapped)
+
+
+class Scaled(torch.Tensor):
+  """Wrapper subclass: a product of two parts, on which its operations run."""
+
+  @staticmethod
+  def __new__(cls, values, scale):
+    options = {"dtype": values.dtype, "device": values.device}
+    return torch.Tensor._make_wrapper_subclass(cls, values.shape, **options)
+
+  def __init__(self, values, scale):
+    self.values, self.scale = values, scale
+
+  def __tensor_flatten__(self):
+    return ["values", "scale"], None
+
+  @classmethod
+  def __tensor_unflatten__(cls, parts, context, size, stride):
+    return cls(parts["values"], parts["scale"])
+
+  @classmethod
+  def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    if func is torch.ops.aten.detach.default:
+      return cls(args[0].values.detach(), args[0].scale)
+
+    def merged(x):
+      return x.values * x.scale if isinstance(x, cls) else x
+
+    return func(*tree_map(merged, args), **tree_map(merged, kwargs or {}))
+
+
+def _scaled(device) -> Scaled:
+  values = torch.arange(9.0, device=device).reshape(3, 3)
+  return Scaled(values, torch.tensor(2.0, device=device))
+
+
+WITH_PARTS = {
+  "operation": lambda x, w: x + w,
+  "part_first": lambda x, w: w @ x,
+  "list": lambda x, w: torch.cat([x[None], w]),
+  "function": lambda x, w: F.linear(x, w),
+  "in_place": lambda x, w: x.clone().copy_(w[1]),
+  "gradient": lambda x, w: torch.func.grad(lambda x: F.linear(x, w).sin().sum())(x),
+}
+
+
+@pytest.mark.parametrize("global_env", [False, True], ids=["no_env", "env"])
+@pytest.mark.parametrize("run", WITH_PARTS.values(), ids=WITH_PARTS)
+def test_operations_run_on_parts_of_a_wrapper_subclass(run, global_env):
+  x = torch.linspace(-1, 1, 3)
+  expected = run(x, _scaled("cpu"))
+  with torchax.default_env() if global_env else contextlib.nullcontext():
+    assert_close(run(x.to("jax"), _scaled("jax")).cpu(), expected)
+
+
+def test_gradients_of_a_wrapper_subclass():
+  expected, x, w = _scaled("cpu").requires_grad_(), torch.ones(3), _scaled("jax")
+  F.linear(x, expected).sin().sum().backward()
+  x, w = x.to("jax"), w.requires_grad_()
+  F.linear(x, w).sin().sum().backward()
+  assert_close(w.grad.cpu(), expected.grad)
+
+
+def test_jax_jit_takes_and_returns_a_wrapper_subclass():
+  apply = torchax.interop.jax_jit(lambda x, w: (F.linear(x, w), w))
+  x = torch.ones(3, device="jax")
+  for scale in (2.0, 3.0):
+    w = Scaled(torch.ones(3, 3, device="jax"), torch.tensor(scale, device="jax"))
+    product, same = apply(x, w)
+    assert product.tolist() == [3 * scale] * 3
+    assert type(same) is Scaled and same.scale.item() == scale
+
+
+@pytest.mark.parametrize("closes_over", [True, False], ids=["closure", "argument"])
+def test_jax_jit_refuses_gradients_of_a_wrapper_subclass(closes_over):
+  w, x = _scaled("jax").requires_grad_(), torch.ones(3, device="jax")
+  if closes_over:
+    product = torchax.interop.jax_jit(lambda x: F.linear(x, w))
+  else:
+    product = functools.partial(torchax.interop.jax_jit(F.linear), weight=w)
+  with pytest.raises(NotImplementedError, match="cannot differentiate a Scaled"):
+    product(x)
+  with torch.no_grad():
+    assert_close(product(x), F.linear(x, w))
+
+
+def test_jax_jit_follows_the_parts_of_a_wrapper_subclass():
+  layer = torch.nn.Linear(3, 3, device="jax")
+  layer.weight = torch.nn.Parameter(_scaled("jax"), requires_grad=False)
+  jitted, x = torchax.interop.jax_jit(layer), torch.ones(2, 3, device="jax")
+  for _ in range(2):
+    assert_close(jitted(x), layer(x))
+    layer.weight.values.add_(1)

@@ -112,8 +112,8 @@ class Tensor(ArrayProtocols):
 
   @classmethod
   def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-    if len(types) > 1 and any(map(torch_compat.is_jagged, types)):
-      return NotImplemented  # torch's class calls the operation on its parts
+    if len(types) > 1 and torch_compat.have_parts(types, Tensor):
+      return NotImplemented  # the other class runs the operation on its parts
     try:
       with _without_overrides():
         return find_env(args, kwargs).dispatch(func, types, args, kwargs)
@@ -494,8 +494,6 @@ def _handles_functions(cls: Any) -> bool:
   """Return True if another class has a `__torch_function__`, which then goes first."""
   if issubclass(cls, Tensor | jax_compat.ArrayImpl | jax_compat.Tracer):
     return False
-  if torch_compat.is_jagged(cls):
-    return False  # it takes part in operations, which torch's C++ calls
   plain: Any = TorchTensor
   handler = getattr(cls.__torch_function__, "__func__", None)
   return handler not in (None, plain.__torch_function__.__func__)

@@ -1,4 +1,4 @@
-"""`torch.cond` and `torch.while_loop`: eager, in `jax_jit` and in `torch.compile`."""
+"""Higher-order operators: eager, in `jax_jit` and in `torch.compile`."""
 
 import contextlib
 
@@ -47,8 +47,23 @@ def loop_over_closure(x):
   )[1]
 
 
+def product_of_integers(x):
+  q = (x * 60).to(torch.int8).reshape(2, 4)
+  return torch.ops.higher_order.out_dtype(
+    torch.ops.aten.mm.default, torch.int32, q, q.t()
+  )
+
+
+def product_of_halves(x):
+  x = x.to(torch.float16)
+  return torch.ops.higher_order.out_dtype(
+    torch.ops.aten.mul.Tensor, torch.float32, x, x * 100
+  )
+
+
 BRANCHES = [branch, branch_by_number]
 LOOPS = [loop, loop_over_closure]
+PRODUCTS = [product_of_integers, product_of_halves]
 WAYS = {
   "eager": lambda function: function,
   "jit": jax_jit,
@@ -71,7 +86,7 @@ def test_on_jax(function, way, is_inside):
 
 
 @pytest.mark.parametrize(
-  "function", [*BRANCHES, *LOOPS], ids=lambda function: function.__name__
+  "function", [*BRANCHES, *LOOPS, *PRODUCTS], ids=lambda function: function.__name__
 )
 @pytest.mark.parametrize("way", ["eager", "compile"])
 def test_tensors_on_the_cpu_inside_the_environment(function, way):

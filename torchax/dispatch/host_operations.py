@@ -97,6 +97,17 @@ def _require_own(boundary: Boundary, func, args, kwargs) -> None:
         )
 
 
+def require_no_gradient(tensors) -> None:
+  """Raise NotImplementedError if a wrapper subclass among tensors needs a gradient."""
+  for tensor in tensors:
+    if tensor.is_leaf and tensor.requires_grad and torch.is_grad_enabled():
+      raise NotImplementedError(
+        f"A compiled function cannot differentiate a {type(tensor).__name__}, a "
+        "wrapper subclass with its own `__torch_dispatch__`. Call "
+        "`requires_grad_(False)` on it, or run the function eagerly."
+      )
+
+
 def _plain_tensors(values) -> list[torch.Tensor]:
   return [tensor for tensor in tensors_in(values) if not isinstance(tensor, Tensor)]
 
@@ -118,6 +129,8 @@ class _Operations(torch_compat.DispatchMode):
     kwargs, boundary = kwargs or {}, active.boundary
     if boundary is None or isinstance(func, torch_compat.HigherOrderOperator):
       return func(*args, **kwargs)
+    if torch_compat.have_parts(types, Tensor):
+      require_no_gradient(_plain_tensors((args, kwargs)))
     if any(issubclass(cls, Tensor) for cls in types):
       result = func(*args, **kwargs)
       return _made(boundary, result) if "device" in kwargs else result

@@ -17,7 +17,7 @@ from torchax.core import host_numbers
 from torchax.core.program_limit import ProgramCache
 from torchax.dispatch import autograd, compiling, index_checks
 from torchax.dispatch.explaining import EXPLAINED, raise_as_torch
-from torchax.dispatch.operands import Flattener
+from torchax.dispatch.operands import Flattener, tensors_in
 from torchax.dispatch.out import write_output
 from torchax.dispatch.programs import MOST_PROGRAMS, NumberPrograms
 from torchax.registry import operators, packed_numbers
@@ -92,6 +92,8 @@ class ArrayFunctionHandler:
     except EXPLAINED as error:
       if self._is_core:
         compiling.raise_if_needs_values(error, self.operator)
+      elif torch_compat.have_parts(map(type, tensors_in((args, kwargs))), Tensor):
+        return self.func(*args, **kwargs)  # its operations run on the parts
       else:
         raise_as_torch(error, self.func, args, kwargs, self.operator)
       raise

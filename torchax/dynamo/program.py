@@ -328,7 +328,8 @@ def _require_runnable(steps: Sequence[fx.Node]) -> None:
 def _require_lowering(node: fx.Node, target) -> None:
   dispatcher = default_env()._dispatcher
   if isinstance(target, torch_compat.HigherOrderOperator):
-    if node.args and isinstance(node.args[0], torch_compat.OpOverload):
+    is_other = target not in higher_order.TABLE
+    if is_other and node.args and isinstance(node.args[0], torch_compat.OpOverload):
       # `auto_functionalized` has no lowering. The message names the operation in it.
       raise OperatorNotFound(
         f"{node.args[0]} has no lowering for graphs of CPU tensors, because it changes "

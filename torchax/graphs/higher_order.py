@@ -7,6 +7,7 @@ tensors an operator becomes a transformation of `torchax.interop`: in eager mode
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +36,7 @@ from torchax.graphs.fx import (
 from torchax.interop import loops, mismatches
 from torchax.interop.views import call_torch
 from torchax.ops.jaten import flex_attention
-from torchax.registry.names import higher_order, present
+from torchax.registry.names import aten, higher_order, present
 from torchax.rng import RngStream, current, restore, rng_scope, snapshot
 from torchax.rng.counter import advance_past_branches
 from torchax.tensor import Tensor
@@ -184,6 +185,17 @@ def _run_with_rng_state(state: torch.Tensor, operation, *args, **kwargs):
     return operation(*args, **kwargs)
   finally:
     restore(before)
+
+
+def _out_dtype(operation, dtype: torch.dtype, *args) -> torch.Tensor:
+  """Run an operation in a wide enough dtype; return the result in `dtype`."""
+  tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+  dtypes = {tensor.dtype for tensor in tensors}
+  if operation is aten.mm.default and dtype is torch.int32 and dtypes == {torch.int8}:
+    return aten._int_mm.default(*args)
+  wide = functools.reduce(torch.promote_types, dtypes, dtype)
+  cast = [arg.to(wide) if isinstance(arg, torch.Tensor) else arg for arg in args]
+  return operation(*cast).to(dtype)
 
 
 def _checkpoint(body: fx.GraphModule, *args, **kwargs):
@@ -336,6 +348,12 @@ TABLE: dict[Any, HigherOrder] = present(
     ),
     higher_order.tag_activation_checkpoint: HigherOrder(
       on_tensors=_checkpoint, has_overrides=False
+    ),
+    higher_order.out_dtype: HigherOrder(
+      lambda part, operation, dtype, *args: call_torch(
+        functools.partial(_out_dtype, operation, dtype), *args
+      ),
+      _out_dtype,
     ),
     higher_order.run_and_save_rng_state: HigherOrder(
       on_tensors=lambda op, *args, **kwargs: (snapshot(), op(*args, **kwargs))

@@ -10,16 +10,17 @@ sees the result itself. `static_arguments.py` boxes and unboxes containers.
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import torch
 from torch.utils import _pytree as torch_pytree
 
 from torchax import rng
-from torchax.compat import jax_compat
+from torchax.compat import jax_compat, torch_compat
 from torchax.core.partitions import is_tensor
 from torchax.core.static_values import StaticValue
+from torchax.dispatch.host_operations import require_no_gradient
 from torchax.environment import default_env
 from torchax.tensor import Tensor, new_tensor
 
@@ -83,16 +84,44 @@ class Container:
 
   def unbox(self, convert: Callable) -> Any:
     """Rebuild the container; `convert` converts the list of its children."""
-    node = torch_pytree.SUPPORTED_NODES[self.cls]
+    node = _node_of(self.cls)
+    assert node is not None
     return node.unflatten_fn(convert(list(self.children)), self.context.value)
 
 
+class _Wrapper(NamedTuple):
+  """Functions that flatten a wrapper subclass of tensors, as torch.compile does."""
+
+  cls: Any
+
+  def flatten_fn(self, tensor) -> tuple[list, Any]:
+    require_no_gradient([tensor])
+    names, context = tensor.__tensor_flatten__()
+    static = names, context, tensor.shape, tensor.stride()
+    return [getattr(tensor, name) for name in names], static
+
+  def unflatten_fn(self, parts, static) -> torch.Tensor:
+    names, context, shape, strides = static
+    parts = dict(zip(names, parts))
+    return self.cls.__tensor_unflatten__(parts, context, shape, strides)
+
+
+def _node_of(cls: type) -> torch_pytree.NodeDef | _Wrapper | None:
+  if not issubclass(cls, torch.Tensor):
+    return torch_pytree.SUPPORTED_NODES.get(cls)
+  has_parts = torch_compat.have_parts([cls], Tensor)
+  return _Wrapper(cls) if has_parts and hasattr(cls, "__tensor_flatten__") else None
+
+
 def box_container(leaf, convert: Callable) -> Container | None:
-  """Box a leaf that torch can flatten; None for others.
+  """Box a container of torch's pytrees or a wrapper subclass; None for others.
 
   `convert` converts the list of its children.
+
+  Raises:
+    NotImplementedError: a wrapper subclass needs a gradient.
   """
-  node = torch_pytree.SUPPORTED_NODES.get(type(leaf))
+  node = _node_of(type(leaf))
   if node is None:
     return None
   children, context = _flatten(node, leaf)
@@ -138,7 +167,7 @@ def _has_boxes(structure: Any) -> bool:
   )
 
 
-def _flatten(node: torch_pytree.NodeDef, value) -> tuple[list, _Context]:
+def _flatten(node: torch_pytree.NodeDef | _Wrapper, value) -> tuple[list, _Context]:
   children, context = node.flatten_fn(value)
   return children, _Context(context)
 

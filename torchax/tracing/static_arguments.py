@@ -61,7 +61,7 @@ def box(
   parts_of = functools.partial(box, constants=constants, keeps_order=keeps_order)
 
   def box_leaf(leaf):
-    if is_tensor(leaf):
+    if isinstance(leaf, Tensor):
       return leaf
     if type(leaf) in constants:
       return StaticValue(leaf)

@@ -92,6 +92,20 @@ def test_4_bit_weights_of_jax_differ_by_one_level_at_most(config):
   torch.testing.assert_close(found.scale.cpu(), expected.scale)
 
 
+COMPILED = {"jax_jit": torchax.interop.jax_jit, "compile": torch.compile}
+
+
+@pytest.mark.parametrize("way", COMPILED)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_quantized_model_of_jax_compiles(config, way):
+  model = _quantized(config)
+  expected = model(POINTS)
+  options = {"backend": "jax"} if way == "compile" else {}
+  with torch.no_grad():
+    actual = COMPILED[way](model.to("jax"), **options)(POINTS.to("jax"))
+  torch.testing.assert_close(actual.cpu(), expected, atol=1e-4, rtol=1e-4)
+
+
 def test_a_quantized_model_of_the_cpu_compiles_for_jax():
   model = _quantized("weights")
   expected = model(POINTS)

@@ -49,8 +49,10 @@ def keep_overrides_in_backward() -> None:
   """Keep `__torch_function__` of classes enabled inside backward passes.
 
   torch disables it while it runs `backward` or `grad` of tensors whose class has it.
-  Hooks, checkpoints and backward formulas of a user need it. The same function explains
-  torch's assertion about CUDA: torch has one accelerator, and that is jax.
+  Hooks, checkpoints and backward formulas of a user need it. The same function keeps
+  the pass on the calling thread, for wrapper subclasses on jax, which has no thread of
+  torch. It also explains torch's assertion about CUDA: torch has one accelerator, and
+  that is jax.
   """
   if _run_backward is None:
     return
@@ -58,7 +60,8 @@ def keep_overrides_in_backward() -> None:
   @functools.wraps(_run_backward)
   def _engine_run_backward(*args, **kwargs):
     try:
-      with with_function_overrides(), named_scopes.of_backward(args[0]):
+      one_thread = torch.autograd.set_multithreading_enabled(False)
+      with one_thread, with_function_overrides(), named_scopes.of_backward(args[0]):
         return _run_backward(*args, **kwargs)
     except RuntimeError as error:
       if "opt_ready_stream && opt_parent_stream" not in str(error):

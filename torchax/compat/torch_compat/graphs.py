@@ -272,6 +272,11 @@ def is_fake(tensor) -> bool:
   return isinstance(tensor, _FakeTensor)
 
 
+def is_fake_class(cls: type) -> bool:
+  """Return True for a class of torch's fake tensors."""
+  return issubclass(cls, _FakeTensor)
+
+
 def is_tracing() -> bool:
   """Return True while `torch.compile` or `torch.export` traces on this thread."""
   return _TracingContext.try_get() is not None

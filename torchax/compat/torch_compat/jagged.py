@@ -21,11 +21,6 @@ _symint_of = private.find(f"{_MODULE}.get_tensor_symint", _FEATURE, instead=None
 _symints = private.find(f"{_MODULE}._tensor_symint_registry", _FEATURE, instead=None)
 
 
-def is_jagged(cls: type) -> bool:
-  """Return True for the class of jagged nested tensors."""
-  return cls is _class
-
-
 class _Hidden(torch.Tensor):
   """Layout of a part of a jagged tensor, without numbers, on the hidden device."""
 

@@ -6,6 +6,7 @@ import torch
 
 from torchax.compat import private
 from torchax.compat.patches import patch
+from torchax.compat.torch_compat.graphs import is_fake_class
 
 _FEATURE = "jax tensors of users' subclasses of torch.Tensor"
 _make_subclass = private.find("torch.Tensor._make_subclass", _FEATURE, instead=None)
@@ -13,10 +14,25 @@ _make_subclass = private.find("torch.Tensor._make_subclass", _FEATURE, instead=N
 convert = private.find("torch._tensor._convert", _FEATURE)
 
 _attributes = vars(torch.Tensor)["__dict__"]
+# What classes have that run no operations.
+_plain = torch.Tensor.__torch_dispatch__
 # (tensor) -> its `__dict__`, whatever a subclass shows.
 attributes_of = _attributes.__get__
 # (tensor, attributes) -> None
 set_attributes = _attributes.__set__
+
+
+def have_parts(types, ours: type) -> bool:
+  """Return True if a class of tensors other than `ours` runs operations on its parts.
+
+  These are wrapper subclasses, with their own `__torch_dispatch__`.
+  """
+  return any(
+    getattr(cls, "__torch_dispatch__", _plain) is not _plain
+    and not issubclass(cls, ours)
+    and not is_fake_class(cls)
+    for cls in types
+  )
 
 
 def subclass_by(make: Callable, tensor_class: type) -> None:
