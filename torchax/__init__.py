@@ -49,7 +49,7 @@ from torchax.functions import (
   reshapes,
   shortcuts,
 )
-from torchax.graphs import fake_tensors, higher_order
+from torchax.graphs import fake_tensors, fx, higher_order
 from torchax.integrations import safetensors
 from torchax.interop import Explanation, JittableModule, explain, extract_jax, jit
 from torchax.interop.compilation import CompileOptions, compile
@@ -229,6 +229,7 @@ def _compose() -> None:
   torch_compat.fork_one_stream()
   torch_compat.keep_overrides_in_backward()
   torch_compat.label_jax_traces()
+  torch_compat.replace_inductor(fx.is_on_jax)
   torch_compat.accept_jax_in_flex_attention()
   patch(torch, "Generator", device_module.Generator, 'torch.Generator(device="jax")')
   generator.register(lambda kind: kind == "cuda" and _means_jax(kind))

@@ -290,9 +290,8 @@ def test_jax_function_raises_if_it_would_lose_a_gradient(name):
   assert jnp.array_equal(operation(learned.detach(), jax_vector()), expected)
 
 
-@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
-def test_other_torch_compile_backend_error_names_ours(backend):
-  compiled = torch.compile(lambda t: t + 1, backend=backend)
+def test_other_torch_compile_backend_error_names_ours():
+  compiled = torch.compile(lambda t: t + 1, backend="aot_eager")
   with pytest.raises(Exception, match='ConversionError.*backend="jax"'):
     compiled(vector())
 

@@ -70,6 +70,23 @@ def test_training_in_one_graph_equals_eager_training(is_inside):
   assert len(backend.graphs) == 1
 
 
+@pytest.mark.parametrize("options", [{}, {"mode": "max-autotune"}], ids=["", "mode"])
+def test_the_default_backend_is_jax(options):
+  """Inductor, torch's default, does not support jax."""
+  first, second = make_model().to("jax"), make_model().to("jax")
+  actual = train(first, torch.compile(first, fullgraph=True, **options))
+  expected = train(second, torch.compile(second, backend="jax", fullgraph=True))
+  torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def test_the_default_backend_of_a_graph_without_inputs_is_jax():
+  torch.manual_seed(3)
+  expected = torch.rand(3, device="jax") + 1
+  torch.manual_seed(3)
+  make = torch.compile(lambda n: torch.rand(n, device="jax") + 1)
+  torch.testing.assert_close(make(3), expected)
+
+
 @each_place
 def test_new_tensors_of_the_same_shape_do_not_recompile(is_inside):
   backend = CountingBackend()

@@ -30,6 +30,7 @@ from torchax.graphs.fx import (
   function_name,
   inner_graph,
   inputs,
+  is_on_jax,
   line_of,
   results_of,
 )
@@ -74,7 +75,7 @@ def backend(
   torch_compat.require_capture()
   module = _copy_module(gm)
   on_jax.drop_unused_moves(module.graph)
-  if on_jax.is_on_jax(module, example_inputs):
+  if is_on_jax(module, example_inputs):
     return on_jax.compile_graph(module, chosen)
   return _compile_plain(module, example_inputs, chosen)
 

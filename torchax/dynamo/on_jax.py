@@ -5,7 +5,7 @@ Results that Dynamo wraps in `scalar_tensor` leave the trace as numbers too.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from torchax.graphs.fx import (
   attribute,
   draw_at_sites,
   example,
-  example_tensors,
   function_name,
   inner_graph,
   inputs,
@@ -38,13 +37,6 @@ NAME = "a function compiled with torch.compile"
 """Name of a function in messages if the frames of its nodes are unknown."""
 
 _SCALAR_TENSOR = torch.scalar_tensor
-
-
-def is_on_jax(gm: fx.GraphModule, example_inputs: Sequence) -> bool:
-  """Return True if any input or intermediate of the graph is on jax."""
-  tensors = [t for node in gm.graph.nodes for t in example_tensors(node)]
-  tensors += [value for value in example_inputs if isinstance(value, torch.Tensor)]
-  return any(tensor.device.type == "jax" for tensor in tensors)
 
 
 def drop_unused_moves(graph: fx.Graph) -> None:

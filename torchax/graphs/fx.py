@@ -7,7 +7,7 @@ whose operations draw at the sites of the modules that they come from.
 import contextlib
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import fx
@@ -44,6 +44,13 @@ def example_tensors(node: fx.Node) -> list[torch.Tensor]:
   """Return the tensors in the example value of a node."""
   leaves = torch_pytree.tree_leaves(example(node))
   return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def is_on_jax(gm: fx.GraphModule, example_inputs: Sequence) -> bool:
+  """Return True if any input or intermediate of a graph of Dynamo is on jax."""
+  tensors = [t for node in gm.graph.nodes for t in example_tensors(node)]
+  tensors += [value for value in example_inputs if isinstance(value, torch.Tensor)]
+  return any(tensor.device.type == "jax" for tensor in tensors)
 
 
 def meta(node):

@@ -17,6 +17,10 @@ quant_api = pytest.importorskip(
   "torchao.quantization.quant_api", reason="the ecosystem extra is not installed"
 )
 
+torchao_optim = pytest.importorskip(
+  "torchao.optim", reason="the extra `ecosystem` is not installed"
+)
+
 LIBRARY, DISTRIBUTION = "torchao", "torchao"
 LINES = '`torchax.enable_globally()`; `model.to("jax")`'
 
@@ -150,3 +154,27 @@ def test_4_bit_weights_in_the_layout_of_cuda(monkeypatch):
   assert model[0].weight.qdata.dtype == torch.int32
   # A weight of at most 0.18 has 16 levels.
   torch.testing.assert_close(actual.cpu(), expected, atol=0.05, rtol=0)
+
+
+def _train(device: str) -> list[float]:
+  torch.manual_seed(0)
+  model = nn.Linear(64, 64).to(device)  # smaller ones keep their state in 32 bits
+  optimizer = torchao_optim.AdamW8bit(model.parameters(), lr=0.01, block_size=32)
+  points, losses = POINTS.reshape(1, 64).to(device), []
+  for _ in range(3):
+    optimizer.zero_grad()
+    loss = (model(points) - points).square().mean()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+  assert optimizer.state[model.weight]["exp_avg"].codes.dtype == torch.uint8
+  return losses
+
+
+def test_an_optimizer_with_8_bit_state_trains():
+  """torchao compiles its steps with torch's default backend."""
+  with torch.compiler.set_stance("force_eager"):
+    expected = _train("cpu")
+  actual = _train("jax")
+  torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+  assert actual[2] < actual[0]

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.utils.stateless
@@ -63,6 +63,8 @@ _StorageWeakRef = private.find(
   "torch.multiprocessing.reductions.StorageWeakRef", _LOOPS
 )
 
+_DEFAULT = "torch.compile on jax without `backend=`"
+_Inductor = private.find("torch._TorchCompileInductorWrapper", _DEFAULT, instead=None)
 _FakeTensor = private.find(
   "torch._subclasses.FakeTensor", COMPILE, instead=private.NoInstances
 )
@@ -205,6 +207,25 @@ def leave_frames_of(*names: str) -> None:
 def lookup_backend(name: str):
   """Return the compiler function of a backend of `torch.compile`."""
   return _lookup_backend()(name)
+
+
+def replace_inductor(is_ours: Callable) -> None:
+  """Compile graphs by the backend "jax" where torch would use Inductor, its default.
+
+  Args:
+    is_ours: (graph, example inputs) -> True for the graphs.
+  """
+  if _Inductor is None:
+    return
+  original = _Inductor.__call__
+
+  @functools.wraps(original)
+  def __call__(self, model_, inputs_, **options):
+    if is_ours(model_, inputs_):
+      return lookup_backend("jax")(model_, inputs_)
+    return original(self, model_, inputs_, **options)
+
+  patch(_Inductor, "__call__", __call__, _DEFAULT)
 
 
 def trace_as_any_object(cls: type) -> None:
