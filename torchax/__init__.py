@@ -10,6 +10,7 @@ tensor([2., 2.], device='jax:0')
 """
 
 import contextlib
+import sys
 from collections.abc import Iterator
 
 import jax
@@ -64,7 +65,7 @@ from torchax.ops import (
   jtorchvision_roi,
 )
 from torchax.rng import RngState, rng_scope
-from torchax.saving import array_protocols, torch_files, untyped_storage
+from torchax.saving import array_protocols, printing, torch_files, untyped_storage
 from torchax.tracing import recorded_draws, transform
 from torchax.version import VERSION
 
@@ -241,8 +242,13 @@ def _compose() -> None:
   torch_compat.keep_from_dynamo(
     *(tensor, array_protocols, view, environment, modes, factories),
     *(device_module, device_module.Generator),
-    *(placement, tracebacks, *interop.MODULES),
+    *(placement, printing, streams, subclasses, tracebacks),
+    *(torch_files, untyped_storage),
+    *interop.MODULES,
   )
+  # These wrap functions of torch that call code of a user, which Dynamo may compile.
+  own = [m for name, m in sys.modules.items() if name.startswith(torch_compat.__name__)]
+  torch_compat.keep_from_dynamo(*own, with_calls=False)
 
 
 _compose()

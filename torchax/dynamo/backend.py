@@ -174,8 +174,8 @@ torch_compat.leave_frames_of("jax", "jaxlib")
 torch_compat.trace_as_any_object(Generator)
 torch_compat.leave_step_counts("jax")
 torch_compat.ask_for_cuda_graphs_on_cuda()
-# Programs run in the backward pass, which compiled code may call.
-torch_compat.keep_from_dynamo(Program)
+# They run in the backward pass, which compiled code may call.
+torch_compat.keep_from_dynamo(Program, _compile)
 # By default Dynamo breaks the graph at LSTM, GRU and RNN, and CPU torch runs them.
 torch_compat.trace_recurrent_layers()
 # A module's draws have the same sites whether it is compiled or not.

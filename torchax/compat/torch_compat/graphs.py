@@ -5,7 +5,6 @@ Used by `torchax/dynamo` and `torchax/graphs`.
 
 import contextlib
 import functools
-import inspect
 import types
 from collections.abc import Callable, Iterator
 
@@ -164,9 +163,11 @@ def keep_from_dynamo(*owners, with_calls: bool = True) -> None:
 
 
 def _code_of(value) -> Iterator[types.CodeType]:
-  """Yield the code objects of functions, including nested functions."""
+  """Yield the code objects of functions of torchax, including nested functions."""
   if isinstance(value, types.FunctionType):
-    yield from _nested_codes(inspect.unwrap(value).__code__)
+    if value.__globals__["__name__"].startswith("torchax."):
+      yield from _nested_codes(value.__code__)
+    yield from _code_of(getattr(value, "__wrapped__", None))
   elif isinstance(value, property):
     for accessor in (value.fget, value.fset):
       yield from _code_of(accessor)

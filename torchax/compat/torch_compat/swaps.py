@@ -132,6 +132,8 @@ def move_parameters_in_place(
 
   @functools.wraps(_apply_to_module)
   def _apply(self, fn, recurse=True):
+    if torch.compiler.is_compiling():  # Dynamo traces torch's
+      return _apply_to_module(self, fn, recurse)
     if recurse:
       for child in self.children():
         child._apply(fn)
