@@ -4,9 +4,11 @@ Eagerly torch's own kernels run, with their checks. Inside a trace the same resu
 computed without reading values.
 """
 
+import itertools
 import math
 
 import jax.numpy as jnp
+import numpy as np
 import torch
 
 from torchax.compat import jax_compat, torch_compat
@@ -57,6 +59,17 @@ def _gaussian_nll_loss(input, target, var, full=False, eps=1e-6, reduction="mean
   if full:
     loss = loss + 0.5 * math.log(2 * math.pi)
   return _REDUCTIONS[reduction](loss)
+
+
+@register_function(functions.combinations, kind=Kind.TENSORS)
+def _combinations(input, r=2, with_replacement=False):
+  if jax_compat.is_top_level() or input.dim() != 1 or r < 1:
+    return torch.combinations(input, r, with_replacement)
+  choose = itertools.combinations
+  if with_replacement:
+    choose = itertools.combinations_with_replacement
+  chosen = np.array([*choose(range(len(input)), r)], np.int32).reshape(-1, r)
+  return input[torch.from_numpy(chosen).to(input.device)]
 
 
 class _Overlapping(torch_compat.DispatchMode):

@@ -68,7 +68,7 @@ DIFFERENCES: tuple[Difference, ...] = (
     UnsupportedDtypeError,
   ),
   Difference(
-    (*("argwhere", "bincount", "combinations", "masked_select", "nonzero", "unique*"),),
+    ("argwhere", "bincount", "masked_select", "nonzero", "unique*"),
     ("jit", "jax_gradient"),
     ON_VALUES,
     TypeError,
