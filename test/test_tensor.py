@@ -418,8 +418,8 @@ def test_deepcopy_has_its_own_memory(x):
 
 
 def test_deepcopy_keeps_aliasing(x):
-  base, view, again = copy.deepcopy([x, x[0], x])
-  assert again is base
+  base, view, again, storage = copy.deepcopy([x, x[0], x, x.untyped_storage()])
+  assert again is base and storage is base.untyped_storage()
   view.zero_()
   assert_same(base[0], torch.zeros(3))
   assert_same(x, DATA)

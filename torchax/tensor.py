@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
 import jax
-import jax.numpy as jnp
 import torch
 from jax import Array
 from jax.sharding import Sharding
@@ -425,11 +424,7 @@ class Tensor(ArrayProtocols):
         "Only Tensors created explicitly by the user (graph leaves) support the "
         "deepcopy protocol at the moment. Call `.detach()` first."
       )
-    storage = memo.get(id(self._storage))
-    if storage is None:
-      # Copied: donating the array of one tensor would invalidate the other's.
-      storage = memo[id(self._storage)] = Storage(jnp.copy(self._storage.read()))
-    copied = like(self, storage, self._chain)
+    copied = like(self, copy.deepcopy(self._storage, memo), self._chain)
     memo[id(self)] = copied
     if torch_compat.is_parameter(self):
       torch_compat.mark_as_parameter(copied)

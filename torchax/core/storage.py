@@ -15,6 +15,7 @@ import weakref
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from torchax.compat import jax_compat
@@ -94,6 +95,10 @@ class Storage:
       self.version += 1
     else:
       boundary.write(self, array, tensor)
+
+  def __deepcopy__(self, memo):
+    # With an array of its own: donating one array would invalidate the other.
+    return Storage(jnp.copy(self.read()))
 
   @property
   def operand(self) -> Any:

@@ -6,6 +6,7 @@ by `torch.load` holds plain bytes until the first tensor on it gives their dtype
 file formats are in `torch_files.py`.
 """
 
+import copy
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -193,6 +194,12 @@ class UntypedStorage(torch.UntypedStorage):
 
   def clone(self) -> "UntypedStorage":
     return UntypedStorage.of_bytes(np.array(self.host()), self.device.index)
+
+  def __deepcopy__(self, memo) -> "UntypedStorage":
+    """Copy it; copies of tensors with the same `memo` share the copy."""
+    if self.is_plain:
+      return self.clone()
+    return UntypedStorage.of(copy.deepcopy(self.storage, memo))
 
   def copy_(self, source, non_blocking: bool | None = None) -> "UntypedStorage":
     """Copy the bytes of another storage into this one.
