@@ -120,6 +120,11 @@ def test_an_exponential_is_finite_and_never_zero(dtype):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_an_exponential_of_infinite_rate_is_zero(dtype):
+  assert _zeros(4, dtype).exponential_(float("inf")).tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_a_cauchy_is_never_nan(dtype):
   assert not torch.isnan(_zeros(200_000, dtype).cauchy_()).any().item()
 

@@ -137,7 +137,7 @@ def standard_exponential(key, shape, dtype) -> jax.Array:
 
 
 def exponential(key, shape, dtype, rate=1.0) -> jax.Array:
-  """Sample the exponential with the given rate, never zero, as torch does.
+  """Sample the exponential: zero for an infinite rate only, as in torch.
 
   Small samples have full relative precision: in `(p / q.exponential_()).argmax()`,
   which samples a token, the smallest of many decides.
@@ -147,7 +147,7 @@ def exponential(key, shape, dtype, rate=1.0) -> jax.Array:
   limits = jnp.finfo(dtype)
   # The smallest positive number that is not flushed to 0; float16 uses float32.
   least = limits.smallest_subnormal if dtype == jnp.float16 else limits.tiny
-  return jnp.maximum(drawn.astype(dtype), least)
+  return jnp.maximum(drawn.astype(dtype), jnp.where(jnp.isinf(rate), 0, least))
 
 
 @with_unrolled_key
