@@ -76,6 +76,12 @@ FUNCTIONS = {
   "quantile": (lambda x: torch.quantile(x, 0.4, dim=1), X),
   "gradient": (torch.gradient, X),
   "isclose": (torch.isclose, X, X + 1e-9),
+  "tensor": (lambda x: x + torch.tensor([1.5], device=x.device), X),
+  "detach_": (lambda x: (x * 1).detach_(), X),
+  "affine_grid of size 1": (
+    lambda x: F.affine_grid(x, (2, 1, 3, 1), align_corners=False),
+    IMAGE[0, :, :2, :3],
+  ),
   "fill_diagonal_": (lambda x: (x * 1).fill_diagonal_(5.0), X),
   "square_": (lambda x: (x * 1).square_(), X),
   "lstm_cell": (

@@ -484,6 +484,8 @@ FUNCTIONS: dict[object, Callable] = {
     tensor, new_tensor(jnp.zeros(0, mappings.t2j_dtype(tensor.dtype)), tensor._env)
   ),
   aten.lift_fresh.default: lambda tensor: tensor,
+  # `torch.tensor` calls it too: without autograd, in inference mode for example.
+  aten.detach_.default: lambda tensor: tensor,
 }
 
 IN_PLACE_VIEWS = frozenset(
