@@ -131,7 +131,7 @@ def _length_rules(log_probs, targets, input_lengths, target_lengths, *rest, **na
 
 def _add_batch(log_probs, targets, input_lengths, target_lengths):
   """Add a batch dimension if `log_probs` is (T, C); widen half precision."""
-  lengths = (jnp.atleast_1d(jnp.asarray(n)) for n in (input_lengths, target_lengths))
+  lengths = (jnp.ravel(jnp.asarray(n)) for n in (input_lengths, target_lengths))
   targets = targets.astype(jnp.int32)  # torch accepts floats
   if log_probs.ndim == 2:
     log_probs, targets = log_probs[:, None], jnp.atleast_2d(targets)
@@ -144,7 +144,21 @@ _NUMBERS: dict = {
 }
 
 
-def _check_blank(log_probs, targets, input_lengths, target_lengths, blank=0, *rest):
+def _check(log_probs, targets, input_lengths, target_lengths, blank=0, *rest):
+  if not log_probs.is_floating_point():
+    raise NotImplementedError(f"ctc_loss is not implemented for {log_probs.dtype}.")
+  batch = log_probs.shape[1] if log_probs.dim() > 2 else 1
+  for name, lengths in (("input", input_lengths), ("target", target_lengths)):
+    if isinstance(lengths, torch.Tensor):
+      dtype, count = lengths.dtype, lengths.numel()
+      if dtype == torch.bool or dtype.is_floating_point:
+        raise RuntimeError(f"{name}_lengths must be integral, but got {dtype}.")
+    else:
+      count = len(lengths)
+    if count != batch:
+      raise RuntimeError(
+        f"{name}_lengths must be of size batch_size {batch}, but got {count}."
+      )
   if not 0 <= blank < log_probs.shape[-1]:
     raise RuntimeError(
       f"blank must be in label range [0, {log_probs.shape[-1]}), but got {blank}."
@@ -153,7 +167,7 @@ def _check_blank(log_probs, targets, input_lengths, target_lengths, blank=0, *re
 
 @op(
   aten._ctc_loss,
-  check=_check_blank,
+  check=_check,
   rules=_length_rules,
   **_NUMBERS,
 )
