@@ -361,6 +361,7 @@ MIXED = {
   "in_place_on_cpu": (lambda t, c: c.add_(t), "aten.add_.Tensor"),
   "linear": (lambda t, c: torch.nn.functional.linear(t, c), "linear|addmm|mm"),
   "loss": (torch.nn.functional.mse_loss, "mse_loss"),
+  "index": (lambda t, c: c[t > 0], "index"),
 }
 
 

@@ -111,7 +111,7 @@ class Flattener:
     env: environment of the operation.
     dynamic: names of arguments whose numbers are operands.
     names: names of all arguments, positional ones first.
-    cpu_ok: accept CPU tensors next to jax tensors.
+    cpu_ok: accept CPU tensors after the first operand.
     numbers: names of arguments that are, or contain, numbers of any type.
     keeps_tensors: operands are tensors, views included, not arrays.
   """
@@ -210,18 +210,16 @@ class Flattener:
   def _flatten_tensor(
     self, tensor: torch.Tensor, operands: list
   ) -> Chain | MovingChain:
-    if self.keeps_tensors:
-      operands.append(
-        tensor
-        if isinstance(tensor, Tensor)
-        else new_tensor(self._env.admit(tensor, self._name, self._cpu_ok), self._env)
-      )
-      return WHOLE
     if isinstance(tensor, Tensor):
+      if self.keeps_tensors:
+        operands.append(tensor)
+        return WHOLE
       operands.append(operand_of(tensor))
       chain = tensor._chain
       return chain if chain.moving is None else use_moving_form(chain, operands)
-    operands.append(self._env.admit(tensor, self._name, self._cpu_ok))
+    # The first operand decides the device.
+    array = self._env.admit(tensor, self._name, self._cpu_ok and bool(operands))
+    operands.append(new_tensor(array, self._env) if self.keeps_tensors else array)
     return WHOLE
 
   def rebuild(self, static_key: tuple, operands) -> tuple[list, dict]:

@@ -137,7 +137,7 @@ class Execution:
       time; compile without optimization.
     index_results: positions of the results that are indices, which
       `Configuration.use_int32_for_index` narrows. A single result is at 0.
-    takes_cpu: accepts CPU tensors next to jax tensors, as torch does here.
+    takes_cpu: accepts CPU tensors after the first operand, as torch does here.
     overwrites: the in-place variant uses only the shape and dtype of its target.
     saves_residuals: the gradient of a torch function uses results of the forward pass
       instead of recomputing them from the arguments.
