@@ -357,6 +357,7 @@ def test_type_as_does_not_change_the_tensor(x):
     lambda x: x.new([1.0, 2.0]),
     lambda x: x.new(2, 5).fill_(1.0),
     lambda x: x.new(torch.Size([4])).fill_(2.0),
+    lambda x: x.new(size=(2, 2), device=x.device).fill_(2.0),
     lambda x: x.new(),
   ],
 )

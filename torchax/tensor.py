@@ -254,22 +254,27 @@ class Tensor(ArrayProtocols):
       dtype = on_cpu.dtype
     return self.to(dtype) if isinstance(dtype, torch.dtype) else super().type(dtype)
 
-  def new(self, *data_or_size: Any) -> TorchTensor:  # type: ignore[override]
+  def new(  # type: ignore[override]
+    self, *data_or_size: Any, size=None, device=None
+  ) -> TorchTensor:
     """Create a tensor of this dtype and device from a size or values (legacy API).
 
     Args:
       *data_or_size: integers or a `torch.Size` for a tensor that is not initialized;
-        one list or tensor for its values; none for an empty tensor.
+        one list or tensor for its values; none for `size`.
+      size: a size; None for an empty tensor.
+      device: the device; None for this tensor's.
 
     >>> torch.ones(2, device="jax").new([3, 4])
     tensor([3., 4.], device='jax:0')
     """
     if not data_or_size:
-      return self.new_empty(0)
+      return self.new_empty(size or 0, device=device)
     if all(isinstance(extent, int) for extent in data_or_size):
-      return self.new_empty(data_or_size)
+      return self.new_empty(data_or_size, device=device)
     (only,) = data_or_size
-    return self.new_empty(only) if type(only) is torch.Size else self.new_tensor(only)
+    create = self.new_empty if type(only) is torch.Size else self.new_tensor
+    return create(only, device=device)
 
   def new_tensor(  # type: ignore[override]
     self, data, *, dtype=None, device=None, requires_grad=False, **layout
