@@ -163,9 +163,12 @@ def keep_from_dynamo(*owners, with_calls: bool = True) -> None:
 
 
 def _code_of(value) -> Iterator[types.CodeType]:
-  """Yield the code objects of functions of torchax, including nested functions."""
+  """Yield the code objects of functions, including nested functions.
+
+  Functions of torch, which some of them wrap, are not included.
+  """
   if isinstance(value, types.FunctionType):
-    if value.__globals__["__name__"].startswith("torchax."):
+    if value.__globals__["__name__"].partition(".")[0] != "torch":
       yield from _nested_codes(value.__code__)
     yield from _code_of(getattr(value, "__wrapped__", None))
   elif isinstance(value, property):
