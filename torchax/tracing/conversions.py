@@ -122,7 +122,8 @@ def box_container(leaf, convert: Callable) -> Container | None:
     NotImplementedError: a wrapper subclass needs a gradient.
   """
   node = _node_of(type(leaf))
-  if node is None:
+  # The shape of a nested tensor has symbols, which a call cannot carry.
+  if node is None or isinstance(leaf, torch.Tensor) and leaf.is_nested:
     return None
   children, context = _flatten(node, leaf)
   return Container(type(leaf), context, convert(list(children)))
