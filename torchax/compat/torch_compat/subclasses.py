@@ -1,6 +1,6 @@
 """Users' subclasses of `torch.Tensor` for tensors of ours."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 
@@ -16,23 +16,27 @@ convert = private.find("torch._tensor._convert", _FEATURE)
 _attributes = vars(torch.Tensor)["__dict__"]
 # What classes have that run no operations.
 _plain = torch.Tensor.__torch_dispatch__
+# Classes seen by `have_parts` that run no operations on parts.
+_without_parts: set[type] = set()
 # (tensor) -> its `__dict__`, whatever a subclass shows.
 attributes_of = _attributes.__get__
 # (tensor, attributes) -> None
 set_attributes = _attributes.__set__
 
 
-def have_parts(types, ours: type) -> bool:
+def have_parts(types: Collection[type], ours: type) -> bool:
   """Return True if a class of tensors other than `ours` runs operations on its parts.
 
   These are wrapper subclasses, with their own `__torch_dispatch__`.
   """
-  return any(
-    getattr(cls, "__torch_dispatch__", _plain) is not _plain
-    and not issubclass(cls, ours)
-    and not is_fake_class(cls)
-    for cls in types
-  )
+  if _without_parts.issuperset(types):
+    return False
+  for cls in types:
+    is_plain = getattr(cls, "__torch_dispatch__", _plain) is _plain
+    if not (is_plain or issubclass(cls, ours) or is_fake_class(cls)):
+      return True
+    _without_parts.add(cls)
+  return False
 
 
 def subclass_by(make: Callable, tensor_class: type) -> None:
