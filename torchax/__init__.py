@@ -248,6 +248,7 @@ def _compose() -> None:
   )
   # These wrap functions of torch that call code of a user, which Dynamo may compile.
   own = [m for name, m in sys.modules.items() if name.startswith(torch_compat.__name__)]
+  own.remove(torch_compat.encoders)  # Dynamo compiles their `forward`
   torch_compat.keep_from_dynamo(*own, with_calls=False)
 
 

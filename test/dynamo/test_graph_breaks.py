@@ -6,12 +6,15 @@ import pathlib
 
 import pytest
 import torch
+from dynamo.counting import CountingBackend
 from torch import nn
 from torch._dynamo import convert_frame
 
 import torchax
 
-PACKAGE = str(pathlib.Path(torchax.__file__).parent)
+PACKAGE = pathlib.Path(torchax.__file__).parent
+# It has the `forward` of encoders on jax, which is compiled like torch's.
+ENCODERS = PACKAGE / "compat/torch_compat/encoders.py"
 X = torch.arange(3.0)
 
 
@@ -81,14 +84,25 @@ def test_code_after_a_graph_break(run, device, backend):
     return run(x)
 
   hook = convert_frame.register_bytecode_hook(
-    lambda code, _: compiled.add(code.co_filename)
+    lambda code, _: compiled.add(pathlib.Path(code.co_filename))
   )
   try:
     actual = torch.compile(after_break, backend=backend)(X.to(device))
   finally:
     hook.remove()
   torch.testing.assert_close(actual.cpu(), run(X), rtol=1e-4, atol=1e-5)
-  assert not [name for name in compiled if name.startswith(PACKAGE)]
+  own = {path for path in compiled if path.is_relative_to(PACKAGE)}
+  assert own <= {ENCODERS}
+
+
+@pytest.mark.parametrize("device", ["cpu", "jax"])
+def test_an_encoder_is_one_graph(device):
+  layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+  model, words = nn.TransformerEncoder(layer, 1).to(device), torch.ones(1, 3, 4)
+  backend = CountingBackend()
+  compiled = torch.compile(model, backend=backend, fullgraph=True)
+  torch.testing.assert_close(compiled(words.to(device)), model(words.to(device)))
+  assert len(backend.graphs) == 1
 
 
 def test_transformer_compiles_on_the_cpu():

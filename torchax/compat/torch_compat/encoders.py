@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from torchax.compat.patches import patch
+from torchax.compat.torch_compat.graphs import keep_from_dynamo
 
 
 def zero_padded_positions(tensor_class: type) -> None:
@@ -18,6 +19,8 @@ def zero_padded_positions(tensor_class: type) -> None:
   own = _Forward(of_torch, _without_nested_tensors(of_torch), tensor_class)
   reason = "zeros at padded positions from nn.TransformerEncoder in eval mode"
   patch(nn.TransformerEncoder, "forward", own, reason)
+  # Dynamo would build the bound method by `encoder.forward`, which calls `__get__`.
+  keep_from_dynamo(_Forward)
 
 
 class _Forward:
