@@ -230,7 +230,7 @@ def _compose() -> None:
   torch_compat.fork_one_stream()
   torch_compat.keep_overrides_in_backward()
   torch_compat.label_jax_traces()
-  torch_compat.replace_inductor(fx.is_on_jax)
+  torch_compat.replace_inductor(fx.is_on_jax, generator.Generator)
   torch_compat.accept_jax_in_flex_attention()
   patch(torch, "Generator", device_module.Generator, 'torch.Generator(device="jax")')
   generator.register(lambda kind: kind == "cuda" and _means_jax(kind))

@@ -222,6 +222,23 @@ def test_a_compiled_optimizer_does_not_import_inductor():
   assert programs.run(OPTIMIZER).split() == ["False", "True"]
 
 
+BY_DEFAULT = """
+import torch, torchax
+weight = torch.nn.Parameter(torch.ones(2, device="jax"))
+weight.grad = torch.ones(2, device="jax")
+optimizer = torch.optim.NAdam([weight], lr=0.1)
+optimizer.step()
+torch.compile(optimizer.step)()
+print(optimizer.state[weight]["step"].device, weight[0].item() < 1)
+"""
+
+
+@pytest.mark.programs
+def test_the_default_backend_traces_its_first_graph_for_jax():
+  """Its step counts stay on the CPU, where the state before is."""
+  assert programs.run(BY_DEFAULT).split() == ["cpu", "True"]
+
+
 def test_a_compiled_step_of_groups_counts_through_a_schedule():
   results = []
   for device in ("cpu", "jax"):

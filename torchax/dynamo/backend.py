@@ -170,10 +170,7 @@ def _key_draws(graph: fx.Graph, rng_input: fx.Node, keys: Keys) -> None:
   graph.owning_module.recompile()
 
 
-torch_compat.leave_frames_of("jax", "jaxlib")
-torch_compat.trace_as_any_object(Generator)
-torch_compat.leave_step_counts("jax")
-torch_compat.ask_for_cuda_graphs_on_cuda()
+torch_compat.trace_for_jax(Generator)
 # They run in the backward pass, which compiled code may call.
 torch_compat.keep_from_dynamo(Program, _compile)
 # By default Dynamo breaks the graph at LSTM, GRU and RNN, and CPU torch runs them.

@@ -13,6 +13,7 @@ import torch.nn.utils.stateless
 
 from torchax.compat import private
 from torchax.compat.patches import patch
+from torchax.errors import PrivateApiError
 
 COMPILE = "torch.compile and torch.export of code on jax"
 
@@ -213,23 +214,44 @@ def lookup_backend(name: str):
   return _lookup_backend()(name)
 
 
-def replace_inductor(is_ours: Callable) -> None:
+def replace_inductor(is_ours: Callable, generator_class: type) -> None:
   """Compile graphs by the backend "jax" where torch would use Inductor, its default.
 
   Args:
     is_ours: (graph, example inputs) -> True for the graphs.
+    generator_class: see `trace_for_jax`.
   """
   if _Inductor is None:
     return
-  original = _Inductor.__call__
+  create, run = _Inductor.__init__, _Inductor.__call__
 
-  @functools.wraps(original)
+  @functools.wraps(create)
+  def __init__(self, *args, **kwargs):
+    create(self, *args, **kwargs)
+    with contextlib.suppress(PrivateApiError):  # the backend "jax" raises it again
+      trace_for_jax(generator_class)
+
+  @functools.wraps(run)
   def __call__(self, model_, inputs_, **options):
     if is_ours(model_, inputs_):
       return lookup_backend("jax")(model_, inputs_)
-    return original(self, model_, inputs_, **options)
+    return run(self, model_, inputs_, **options)
 
+  patch(_Inductor, "__init__", __init__, _DEFAULT)
   patch(_Inductor, "__call__", __call__, _DEFAULT)
+
+
+@functools.cache
+def trace_for_jax(generator_class: type) -> None:
+  """Make Dynamo trace code on jax; it traces code on other devices as before.
+
+  Args:
+    generator_class: class of generators on jax.
+  """
+  leave_frames_of("jax", "jaxlib")
+  trace_as_any_object(generator_class)
+  leave_step_counts("jax")
+  ask_for_cuda_graphs_on_cuda()
 
 
 def trace_as_any_object(cls: type) -> None:
