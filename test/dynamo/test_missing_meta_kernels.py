@@ -3,6 +3,7 @@
 import jax
 import pytest
 import torch
+import torch.nn.functional as F
 from compare import assert_same
 
 import torchax
@@ -11,7 +12,14 @@ aten = torch.ops.aten
 THREE = torch.tensor([0.5, 2.0, 4.0])
 SQUARE = torch.linspace(-1, 1, 9).reshape(3, 3) + torch.eye(3)
 
+
+def ctc(x):
+  labels = torch.tensor([[1, 2]], device=x.device)
+  return F.ctc_loss(x.log_softmax(-1)[:, None], labels, (3,), (2,))
+
+
 ROWS = {
+  "ctc": (ctc, SQUARE),
   "binomial": (lambda x: torch.binomial(x + 3, x / 5), THREE),
   "beta": (lambda x: torch.distributions.Beta(x, x + 1).rsample(), THREE),
   "geqrf": (lambda x: tuple(torch.geqrf(x)), SQUARE),
@@ -20,7 +28,13 @@ ROWS = {
 
 @pytest.mark.parametrize(
   ("name", "dynamic"),
-  [("binomial", False), ("beta", False), ("beta", True), ("geqrf", True)],
+  [
+    ("ctc", False),
+    ("binomial", False),
+    ("beta", False),
+    ("beta", True),
+    ("geqrf", True),
+  ],
 )
 def test_graph_without_meta_kernels_equals_eager_mode(name, dynamic):
   function, x = ROWS[name]

@@ -7,6 +7,7 @@ wrapped tensor. Start at `Fake`; `torchax/__init__.py` registers it.
 
 import jax
 import torch
+import torch.nn.functional as F
 from torch.utils import _pytree as torch_pytree
 
 from torchax.compat import torch_compat
@@ -168,10 +169,18 @@ def _on_jax(tensor: torch.Tensor) -> torch.Tensor:
 
 def _admitted(func, arguments):
   """Return arguments with CPU tensors on jax, if our `func` accepts CPU tensors."""
+  if func is F.ctc_loss:  # torch would write lengths of a list to a fake CPU tensor
+    args, kwargs = arguments
+    arguments = [*map(_lengths, args)], {n: _lengths(v) for n, v in kwargs.items()}
   operator = operators.all_torch_functions.get(func)
   if operator is None or not operator.execution.takes_cpu:
     return arguments
   return torch_pytree.tree_map_only(torch.Tensor, _on_jax, arguments)
+
+
+def _lengths(value):
+  is_list = isinstance(value, tuple | list)
+  return torch.empty(len(value), dtype=torch.int64, device=META) if is_list else value
 
 
 def _fake_index(index, tensor: Fake):
