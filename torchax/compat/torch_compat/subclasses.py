@@ -14,7 +14,7 @@ _make_subclass = private.find("torch.Tensor._make_subclass", _FEATURE, instead=N
 convert = private.find("torch._tensor._convert", _FEATURE)
 
 _attributes = vars(torch.Tensor)["__dict__"]
-# What classes have that run no operations.
+# `__torch_dispatch__` of classes that do not define it.
 _plain = torch.Tensor.__torch_dispatch__
 # Classes seen by `have_parts` that run no operations on parts.
 _without_parts: set[type] = set()
