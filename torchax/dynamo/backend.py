@@ -171,7 +171,7 @@ def _key_draws(graph: fx.Graph, rng_input: fx.Node, keys: Keys) -> None:
 
 
 torch_compat.trace_for_jax(Generator)
-# They run in the backward pass, which compiled code may call.
+# Programs are compiled and run in backward passes, which compiled code may call.
 torch_compat.keep_from_dynamo(Program, _compile)
 # By default Dynamo breaks the graph at LSTM, GRU and RNN, and CPU torch runs them.
 torch_compat.trace_recurrent_layers()
