@@ -235,7 +235,7 @@ print(optimizer.state[weight]["step"].device, weight[0].item() < 1)
 
 @pytest.mark.programs
 def test_the_default_backend_traces_its_first_graph_for_jax():
-  """Its step counts stay on the CPU, where the state before is."""
+  """Dynamo leaves the counts of earlier steps on the CPU."""
   assert programs.run(BY_DEFAULT).split() == ["cpu", "True"]
 
 
