@@ -44,7 +44,7 @@ class OnManifold(torch.nn.Parameter):
   """Parameter with an attribute, made by torch's constructor of subclasses."""
 
   def __new__(cls, data, requires_grad=True, curvature=1.0):
-    made = torch.Tensor._make_subclass(cls, data, requires_grad)
+    made = torch.Tensor._make_subclass(cls, data, require_grad=requires_grad)
     made.curvature = curvature
     return made
 

@@ -263,11 +263,6 @@ def _capability(index: int) -> dict[str, set[torch.dtype]]:
   return {"supported_dtypes": dtypes}
 
 
-def _lazy_init() -> None:
-  """Register the device guard; torch calls this once, before C++ uses the device."""
-  torch_compat.register_guard()
-
-
 def _is_in_bad_fork() -> bool:
   """Return True in a fork in which JAX would hang; torch then seeds the CPU alone."""
   return forks.is_bad()

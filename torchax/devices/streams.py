@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import torch
 
-from torchax.compat import jax_compat, torch_compat
+from torchax.compat import jax_compat
 from torchax.core import deferred
 from torchax.devices import placement
 from torchax.types import Device
@@ -69,7 +69,6 @@ class Stream(torch.Stream):
   def __new__(cls, device: Device = None, priority: int = 0, **_ignored: Any):
     """Raise NoSuchDeviceError for a device that does not exist."""
     index = placement.index_of(device)
-    torch_compat.register_guard()
     stream = super().__new__(cls, device="jax")
     stream._index = index
     return stream
@@ -181,7 +180,6 @@ class Event(torch.Event):
     if isinstance(device, bool):  # torch.cuda.Event has `enable_timing` first
       device, enable_timing = None, device
     index = placement.checked_index(device)
-    torch_compat.register_guard()
     event = super().__new__(cls, device="jax", enable_timing=enable_timing)
     event._index, event._takes_time, event._time = index, enable_timing, None
     event._is_recorded = False

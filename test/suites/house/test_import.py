@@ -174,6 +174,7 @@ accelerator.current_device_index()
 accelerator.set_device_index(0)
 with accelerator.device_index(0):
   pass
+assert torch.Stream().device.type == torch.Event().device.type == "jax"
 accelerator.current_stream()
 torch.utils.checkpoint.checkpoint(
   lambda x: x * 2, torch.ones(2, requires_grad=True), use_reentrant=False

@@ -100,11 +100,11 @@ def register_backend(device_module) -> None:
   patch(torch.nn.Module, "jax", _module_to, "Module.jax, which moves parameters")
   if _register_hooks and _HooksBase is not object:
     _register_hooks(_hooks)
+  _register_device()
 
 
-@functools.cache
-def register_guard() -> None:
-  """Register a device of the backend with torch's C++, on first use.
+def _register_device() -> None:
+  """Register a device of the backend with torch's C++.
 
   At its first backward pass autograd starts a thread for each registered device, and
   then fails in forked processes. This backend needs no such thread: in C++ its wrappers

@@ -56,6 +56,8 @@ def subclass_by(make: Callable, tensor_class: type) -> None:
     return alias(self, cls)
 
   def make_subclass(cls, data, requires_grad=False, **kwargs):
+    # The signature of Dynamo's substitute; torch's own keyword is `require_grad`.
+    requires_grad = kwargs.pop("require_grad", requires_grad)
     if isinstance(data, tensor_class):
       return make(cls, data, requires_grad)
     return _make_subclass(cls, data, requires_grad, **kwargs)
