@@ -176,6 +176,14 @@ def test_changes_in_place_reach_views_and_bases():
   torch.testing.assert_close(total.cpu(), plain_total)
 
 
+def test_changed_sizes_of_a_tensor_with_a_graph():
+  run = torch.compile(lambda x: x.exp(), backend="jax", fullgraph=True)
+  for shape in ((4, 2, 8, 8), (4, 8, 4, 4)):  # three sizes become dynamic
+    leaf = torch.ones(shape, device="jax", requires_grad=True)
+    run(leaf * 2).sum().backward()
+    torch.testing.assert_close(leaf.grad, (leaf * 2).exp().detach() * 2)
+
+
 def test_dynamic_shapes():
   run = torch.compile(
     lambda x: x.reshape(x.shape[0] * 2, -1).cumsum(0), backend="jax", dynamic=True

@@ -254,7 +254,11 @@ def _dispatch(func, args, kwargs):
     result = _by_lowering(func, plain_args, plain_kwargs)
     if result is None:
       raise
-  result = torch_pytree.tree_map_only(torch.Tensor, _as_fake, result)
+  if func is aten.detach.default and isinstance(args[0], Fake):
+    # Keep the symbols of its sizes, where those of the wrapped tensor are others.
+    result = Fake(result, args[0].shape, args[0].stride())
+  else:
+    result = torch_pytree.tree_map_only(torch.Tensor, _as_fake, result)
   return torch_compat.correct_aliasing(func, args, kwargs, result)
 
 
