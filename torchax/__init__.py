@@ -51,7 +51,7 @@ from torchax.functions import (
   shortcuts,
 )
 from torchax.graphs import fake_tensors, fx, higher_order
-from torchax.integrations import safetensors
+from torchax.integrations import opt_einsum, safetensors
 from torchax.interop import Explanation, JittableModule, explain, extract_jax, jit
 from torchax.interop.compilation import CompileOptions, compile
 from torchax.logs import set_logs
@@ -225,6 +225,7 @@ def _compose() -> None:
   torch_files.register(tensor.Tensor, _means_jax)
   untyped_storage.register()
   safetensors.register(_means_jax)
+  opt_einsum.register()
   torch_compat.answer_for_accelerator(device_module.ANSWERS)
   torch_compat.leave_data_parallel_alone()
   torch_compat.fork_one_stream()
