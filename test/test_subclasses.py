@@ -92,6 +92,19 @@ def test_results_keep_class(run):
   assert isinstance(run(torch.ones(3).as_subclass(Image)), Image)
 
 
+ALIASES = (lambda x: x.detach(), torch.detach, lambda x: x.data)
+
+
+@pytest.mark.parametrize("cls", [Boxes, OnManifold])
+def test_aliases_of_overriding_classes_are_plain(cls):
+  for x in (_ones(cls), torch.ones(3).as_subclass(cls)):
+    for alias in ALIASES:
+      assert type(alias(x)) in (torch.Tensor, torchax.tensor.Tensor)
+      assert alias(x).tolist() == [1, 1, 1]
+  for alias in ALIASES:
+    assert isinstance(alias(_ones()), Image)
+
+
 def test_values_and_methods_are_those_of_both_classes():
   image = _ones()
   assert image.brightest().item() == 1 and image.device.type == "jax"

@@ -55,6 +55,9 @@ def _overridable(function: Callable) -> Callable:
   return functools.wraps(function)(method)
 
 
+_DATA = _overridable(torch.Tensor.data.__get__)
+
+
 class SubclassTensor(Tensor):
   """Base of these classes; replaces the methods of `torch.Tensor`."""
 
@@ -140,6 +143,7 @@ def class_with_array(cls: type) -> type:
     attributes |= _OF_PARAMETERS
   elif override.__func__ is not torch.Tensor.__torch_function__.__func__:
     attributes["__torch_function__"] = _call_override(cls)
+    attributes["data"] = property(_DATA, Tensor.data.fset)
   return type(cls)(cls.__name__, (cls, SubclassTensor), attributes)
 
 

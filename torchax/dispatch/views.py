@@ -39,8 +39,8 @@ from torchax.errors import MutationError
 from torchax.registry.names import aten
 from torchax.registry.schema import functional_form
 from torchax.saving.untyped_storage import UntypedStorage
-from torchax.tensor import Tensor, alias, like, new_tensor, rebind
-from torchax.view import new_view
+from torchax.tensor import Tensor, alias, new_tensor, rebind
+from torchax.view import View, new_view
 
 
 def _reshape(source, layout, *args):
@@ -209,7 +209,9 @@ class ViewPlan:
       args = (source, *args[1:])
     step = self.step
     if step is None:
-      return like(source, source._storage, self._alias_chain(source))
+      # torch gives the result of a subclass its class afterwards, if it has one.
+      cls = View if isinstance(source, View) else Tensor
+      return alias(cls, source, source, source._storage, self._alias_chain(source))
     if self.layout is not None and not kwargs:
       known = self.layout(source, *args[1:])
       if known is not None:
