@@ -306,13 +306,6 @@ def test_finite_differences_agree():
   assert slope == pytest.approx(x.grad[2, 1].item(), abs=2e-3)
 
 
-def test_an_in_place_change_that_needs_a_gradient_raises():
-  x, out = _x(), torch.zeros(6, 4, device="jax")
-  with pytest.raises(MutationError, match="Return the new value"):
-    jax_jit(lambda x, out: out.copy_(x * 2).sum())(x, out)
-  assert not out.any().item()
-
-
 @pytest.mark.parametrize("wrap", [jax_jit, lambda f: jax_jit(jax_jit(f))])
 def test_a_captured_tensor_never_joins_a_traced_graph(wrap):
   kept = torch.zeros(6, 4, device="jax")

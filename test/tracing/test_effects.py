@@ -106,7 +106,7 @@ def test_effects_are_a_pytree_of_their_arrays():
   assert treedef == jax.tree.structure(Effects.of(changes, [(target, leaf)]))
   again = jax.tree.unflatten(treedef, arrays)
   again.apply([leaf])
-  again.assign(again.assigned)
+  again.assign(again.assigned, [leaf])
   assert leaf.tolist() == [1, 1, 1] and module.hidden.tolist() == [0, 0, 0]
 
 

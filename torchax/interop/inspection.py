@@ -152,7 +152,7 @@ def _effects(effects, arguments: list[str], traced, captured: list[str]) -> dict
   kinds = {change.name(arguments, names): change.kind for change in effects.changes}
   paths = {id(values.module): path for path, values in traced.guards.modules}
   for target in effects.targets:
-    kinds[target.describe(paths)] = "assigned"
+    kinds[target.describe(paths, arguments)] = target.kind
   return kinds
 
 

@@ -388,7 +388,7 @@ def _apply_effects(effects: Effects, out, leaves, applies: bool, differentiate) 
   else:
     out, assigned = autograd_bridge.attach(effects.tape, leaves, results, differentiate)
   if applies and effects.targets:
-    effects.assign(assigned)
+    effects.assign(assigned, leaves)
   return with_environments(out, effects.environments) if effects.environments else out
 
 

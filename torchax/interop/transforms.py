@@ -100,7 +100,7 @@ def jax_value_and_grad(
       raise
     if effects is not None:
       effects.apply(leaves)
-      effects.assign(effects.assigned)
+      effects.assign(effects.assigned, leaves)
     return tensors_of((value, grads))
 
   return value_and_grad
@@ -227,7 +227,7 @@ class _Checkpointed:
             "a gradient. Return the new value instead."
           )
         leaves[index].replace_jax(tensor.jax())
-    Effects(targets=self._targets).assign(assigned)
+    Effects(targets=self._targets).assign(assigned, leaves)
     return out
 
   def _lower(self, call, rng, captured, args):

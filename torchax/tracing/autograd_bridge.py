@@ -110,7 +110,7 @@ class BackwardProgram:
       gradients: cotangents of the output leaves in `indices`.
     """
     outputs = jax.tree.leaves(out, is_leaf=lambda leaf: isinstance(leaf, torch.Tensor))
-    outputs += [target.get() for target in self.assigned]
+    outputs += [target.get(leaves) for target in self.assigned]
     recorded = [outputs[index] for index in self.indices]
     wanted = [*[leaves[index] for index in self.arguments], *self.roots]
     return torch.autograd.grad(

@@ -65,6 +65,23 @@ class WriteArgument(Change):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ArgumentTarget:
+  """Argument leaf whose new values have a gradient, which torch records."""
+
+  kind = Change.kind
+  index: int
+
+  def get(self, leaves: list) -> torch.Tensor:
+    return leaves[self.index]
+
+  def set(self, tensor: torch.Tensor, leaves: list) -> None:
+    leaves[self.index].copy_(tensor)
+
+  def describe(self, paths: dict, arguments: list[str]) -> str:
+    return arguments[self.index]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Reshape(WriteArgument):
   """In-place shape changes of an argument, replayed on the caller's tensor.
 
@@ -167,8 +184,8 @@ class Effects:
   Attributes:
     changes: changes in the order in which they are applied.
     arrays: new values for each change, or None.
-    targets: module attributes and optimizer state entries (`Target`, `StateTarget`)
-      that each call assigns new tensors to.
+    targets: module attributes, optimizer state entries and arguments (`Target`,
+      `StateTarget`, `ArgumentTarget`) that each call gives new tensors to.
     assigned: arrays of these tensors.
     tape: backward pass of the call for torch's autograd, or None.
     environments: environments of the results; empty if all are the default one.
@@ -212,10 +229,10 @@ class Effects:
     for change, array in zip(self.changes, self.arrays):
       change.apply(leaves, array)
 
-  def assign(self, values: Sequence) -> None:
+  def assign(self, values: Sequence, leaves: list) -> None:
     """Assign tensors, or arrays without a gradient, to the targets."""
     for target, tensor in zip(self.targets, tensors_of(list(values))):
-      target.set(tensor)
+      target.set(tensor, leaves)
 
   def of_kind(self, *kinds: type) -> list[tuple[Any, Any]]:
     """Return the changes of these classes, with their arrays."""
@@ -228,7 +245,7 @@ class Effects:
 
 def collect(
   boundary: Boundary,
-  inner: list,
+  given: list,
   born: list,
   specialization: Specialization,
   captured: Sequence[Tensor],
@@ -237,9 +254,9 @@ def collect(
 
   Args:
     boundary: boundary of the trace.
-    inner: argument leaves in the trace.
-    born: storage and chain of each of these leaves when the trace began; None if it is
-      no tensor.
+    given: argument leaves as the function receives them.
+    born: storage and chain of each of `given` when the trace began; None if it is no
+      tensor.
     specialization: static part of the call.
     captured: captured tensors, those that the trace has met first included.
 
@@ -249,7 +266,7 @@ def collect(
   repeats = {index for index, _ in specialization.same}
   found: list[tuple[WriteArgument, Any]] = []
   reshapes: list[tuple[Change, Any]] = []
-  for index, (value, start) in enumerate(zip(inner, born)):
+  for index, (value, start) in enumerate(zip(given, born)):
     if start is None or index in repeats:
       continue
     storage, chain = start
@@ -271,12 +288,36 @@ def collect(
       "shares as a different view, or that repeats elements, as after `expand`. Pass "
       "the base and take the views inside."
     )
-  gradients = _of_arguments(boundary, inner)
-  return [*gradients, *found, *_of_captured(boundary, captured), *reshapes]
+  return [*found, *_of_captured(boundary, captured), *reshapes]
 
 
-def _of_arguments(boundary: Boundary, inner: list) -> Iterator[tuple[Change, Any]]:
-  """Yield the changes of the `.grad` of arguments."""
+def split_recorded(
+  changes: list[tuple[Change, Any]], given: list, copied: Sequence[int]
+) -> tuple[list, list[tuple[ArgumentTarget, Tensor]]]:
+  """Split the writes to copied arguments that have a gradient from other changes.
+
+  Args:
+    changes: result of `collect`.
+    given: argument leaves as the function receives them.
+    copied: indices of those that are copies.
+
+  Returns:
+    The other changes, and (target, tensor) of each of these writes.
+  """
+  reshaped = {change.index for change, _ in changes if type(change) is Reshape}
+  others: list = []
+  recorded: list[tuple[ArgumentTarget, Tensor]] = []
+  for change, array in changes:
+    index = change.index if type(change) is WriteArgument else -1
+    if index in copied and index not in reshaped and given[index].requires_grad:
+      recorded.append((ArgumentTarget(index), given[index]))
+    else:
+      others.append((change, array))
+  return others, recorded
+
+
+def argument_gradients(boundary: Boundary, inner: list) -> Iterator[tuple[Change, Any]]:
+  """Yield the changes of the `.grad` of arguments, the leaves `inner` of the trace."""
   indices = {id(value): index for index, value in enumerate(inner)}
   for each in boundary.argument_gradients.values():
     gradient = gradient_of(each.leaf)

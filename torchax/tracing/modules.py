@@ -316,14 +316,17 @@ class Assignment:
 class Target:
   """Plain attribute of a module; each call assigns a new tensor to it."""
 
+  kind = "assigned"
   module: Identity
   name: str
   has_gradient: bool
 
-  def get(self) -> torch.Tensor:
+  def get(self, leaves: list) -> torch.Tensor:
+    """Return the tensor; `leaves` is for `ArgumentTarget` only."""
     return vars(self.module.value)[self.name]
 
-  def set(self, tensor: torch.Tensor) -> None:
+  def set(self, tensor: torch.Tensor, leaves: list) -> None:
+    """Assign a tensor; `leaves` is for `ArgumentTarget` only."""
     boundary = active.boundary
     if boundary is not None and boundary.attributes is not None:
       # The outer trace turns the assignment into an effect of its own.
@@ -333,7 +336,7 @@ class Target:
       writes.count += 1  # Python may branch on the presence of a tensor
     attributes[self.name] = tensor if self.has_gradient else tensor.detach()
 
-  def describe(self, paths: dict[int, str]) -> str:
+  def describe(self, paths: dict[int, str], arguments: list[str]) -> str:
     """Return the path of the attribute, given paths by the identity of modules."""
     module = self.module.value
     return f"{paths.get(id(module), type(module).__name__)}.{self.name}"

@@ -23,22 +23,23 @@ from torchax.tracing.modules import is_born_in
 class StateTarget:
   """Entry of an optimizer's state; each call assigns a new tensor to it."""
 
+  kind = "assigned"
   optimizer: Identity
   parameter: Identity
   name: str
 
-  def get(self) -> torch.Tensor:
+  def get(self, leaves: list) -> torch.Tensor:
     return self.optimizer.value.state[self.parameter.value][self.name]
 
-  def set(self, tensor: torch.Tensor) -> None:
+  def set(self, tensor: torch.Tensor, leaves: list) -> None:
     optimizer = self.optimizer.value
     if active.boundary is not None:
       # The outer trace turns the assignment into an effect of its own.
       record(optimizer, active.boundary)
     optimizer.state[self.parameter.value][self.name] = tensor.detach()
 
-  def describe(self, paths: dict[int, str]) -> str:
-    """Return the name of the entry; `paths` is for `Target.describe` only."""
+  def describe(self, paths: dict[int, str], arguments: list[str]) -> str:
+    """Return the name of the entry; the arguments are for the other targets."""
     optimizer = self.optimizer.value
     numbers = list(map(id, parameters_of(optimizer)))
     number = numbers.index(id(self.parameter.value))

@@ -82,6 +82,8 @@ class Specialization:
     environments: active environment, then one per argument leaf; empty if all are the
       default one.
     layouts: (index, layout) of each leaf without a gradient that is not contiguous.
+    copied: indices of the argument leaves that the function receives as copies, so that
+      torch records the gradients of its in-place changes (`copied_arguments`).
   """
 
   same: tuple[tuple[int, int], ...] = ()
@@ -96,6 +98,7 @@ class Specialization:
   guards: tuple = ()
   environments: tuple = ()
   layouts: tuple[tuple[int, "Layout"], ...] = ()
+  copied: tuple[int, ...] = ()
 
   def interned(self) -> "Specialization":
     """Return the unique object with these attributes."""
@@ -187,6 +190,20 @@ def memory_of(leaves: list) -> tuple[tuple, tuple, tuple]:
     else:
       overlapping += [earlier, index]
   return tuple(same), tuple(overlapping), tuple(layouts)
+
+
+def copied_arguments(leaves: list) -> tuple[int, ...]:
+  """Return the indices of the argument leaves whose in-place changes torch records.
+
+  For a leaf of the graph that requires a gradient, torch raises an error instead.
+  """
+  return tuple(
+    [
+      index
+      for index, leaf in enumerate(leaves)
+      if isinstance(leaf, Tensor) and not is_trained(leaf)
+    ]
+  )
 
 
 # Environments of arguments and results -----------------------------------------------

@@ -53,8 +53,10 @@ from torchax.tracing.conversions import arrays_of
 from torchax.tracing.effects import (
   Effects,
   WriteArgument,
+  argument_gradients,
   collect,
   drop_traced_grads,
+  split_recorded,
   trained_leaves,
 )
 from torchax.tracing.first_trace import FirstTrace, Operands
@@ -73,6 +75,7 @@ from torchax.tracing.specialization import (
   ORDINARY_ATTRIBUTES,
   CaptureKey,
   Specialization,
+  copied_arguments,
   environments_of_call,
   environments_of_results,
   is_trained,
@@ -91,6 +94,18 @@ def _no_hooks():
 
 
 _requires_grad = operator.attrgetter("requires_grad")
+
+
+def _with_copies(inner: list, specialization: Specialization) -> list:
+  """Return the argument leaves for the function, the `copied` ones as copies."""
+  if not specialization.copied:
+    return inner
+  given = list(inner)
+  for index in specialization.copied:
+    given[index] = inner[index].clone()
+  for index, earlier in specialization.same:
+    given[index] = given[earlier]
+  return given
 
 
 def _owner(tensor: torch.Tensor) -> torch.Tensor:
@@ -151,6 +166,8 @@ class Traced:
     self._repeats_import = False
     # Arguments whose earlier `.grad` a trace reads: count of leaves, and index.
     self._read_gradients: set[tuple[int, int]] = set()
+    # True once an in-place change of an argument has needed a gradient.
+    self._copies_arguments = False
     # The last call's specialization: its attributes, and the interned object.
     self._last: tuple = (None, None)
 
@@ -198,6 +215,7 @@ class Traced:
       self.guards.key(),
       environments_of_call(leaves),
       layouts,
+      copied_arguments(leaves) if wants_grad and self._copies_arguments else (),
     )
     if attributes == ORDINARY_ATTRIBUTES:
       return None
@@ -308,24 +326,33 @@ class Traced:
         for value in inner
         if isinstance(value, Tensor) and value.requires_grad
       }
+      given = _with_copies(inner, specialization)
       born = [
         (value._storage, value._chain) if isinstance(value, Tensor) else None
-        for value in inner
+        for value in given
       ]
-      out = self._call(inner, treedef, specialization, needs)
+      out = self._call(given, treedef, specialization, needs)
       arrays = arrays_of(out)
       assigned = boundary.attributes.extract(boundary, self.options.assigns)
       needs += self._follow_gradients(boundary)
       needs += self._follow_gradients_of_arguments(boundary, inner)
       missing = self.captures.missing(boundary, tensors) if self.options.lifts else []
-      changes = collect(boundary, inner, born, specialization, [*tensors, *missing])
+      captures = [*tensors, *missing]
+      changes = collect(boundary, given, born, specialization, captures)
+      changes = [*argument_gradients(boundary, inner), *changes]
+      changes, recorded = split_recorded(changes, given, specialization.copied)
+      assigned += recorded
       effects = Effects.of(changes, assigned)
       effects.environments = environments_of_results(out)
       wants_grad = specialization.wants_grad is not None
       if wants_grad or (stand_in is not None and boundary.roots):
         outputs = jax.tree.leaves(out, is_leaf=is_tensor)
         outputs += [value for _, value in assigned]
-        effects.tape = self._tape(effects, outputs, inner, specialization, boundary)
+        written = [given[c.index] for c, _ in effects.of_kind(WriteArgument)]
+        if any(tensor.grad_fn is not None for tensor in written):
+          needs.append(self._need_of_copies())
+        else:
+          effects.tape = self._tape(effects, outputs, inner, specialization, boundary)
       self._require_outside_graph(boundary)
     boundary.made.clear()
     self.guards.forget_temporaries(known)
@@ -388,8 +415,9 @@ class Traced:
     except RuntimeError as error:
       # For a parameter, a leaf outside the trace too, torch's own error is right.
       is_given = any((specialization.wants_grad or ())[: len(inner)])
-      if is_given and _LEAF_ERROR in str(error):
-        self._raise_lost_gradient(error)
+      # A nested compiled function raises a MutationError because of it.
+      if is_given and _LEAF_ERROR in f"{error} {error.__cause__}":
+        raise NewOperands([self._need_of_copies(error)]) from None
       raise
     except (AttributeError, TypeError) as error:
       if any(map(jax_compat.is_ref, inner)):
@@ -471,9 +499,6 @@ class Traced:
     }
     for index, _ in specialization.same:
       wanted.pop(index, None)
-    changed = [inner[change.index] for change, _ in effects.of_kind(WriteArgument)]
-    if any(tensor.grad_fn is not None for tensor in changed):
-      self._raise_lost_gradient()
     return autograd_bridge.record(outputs, wanted, boundary, effects.targets)
 
   def _require_outside_graph(self, boundary: Boundary) -> None:
@@ -491,7 +516,15 @@ class Traced:
         "`torch.no_grad()`, or return the new value instead."
       )
 
-  def _raise_lost_gradient(self, error: BaseException | None = None) -> None:
+  def _need_of_copies(self, error: BaseException | None = None) -> Callable:
+    """Return a callback, like `_needs`, that lets torch record changes of arguments.
+
+    Raises:
+      MutationError: torch cannot record this one: the argument is a leaf, or it has got
+        another shape or memory.
+    """
+    if self.options.assigns and not self._copies_arguments:
+      return functools.partial(setattr, self, "_copies_arguments", True)
     raise MutationError(
       f"{self.__name__} changes an argument in place in a way that needs a gradient. "
       "Return the new value instead, so that autograd can follow it."
