@@ -18,7 +18,7 @@ from benchmarks.timing import Row, arrays
 from benchmarks.transformer import RATE, Size, training_step
 from torchax.interop import jax_jit
 
-DEPTHS = (12, 24)
+DEPTHS = (12, 24, 48)
 LEARNING_RATE = 1e-3
 GOAL = 1.0
 BASELINE = "NNX, optax"

@@ -132,6 +132,8 @@ def test_subclass_moves_to_jax_and_back():
   image = torch.ones(3).as_subclass(Image).to("jax")
   assert isinstance(image, Image) and image.device.type == "jax"
   assert type(image.cpu()) is Image
+  assert type(torch.ones(3).as_subclass(type(image))) is Image
+  assert type(image.cpu().as_subclass(torchax.tensor.Tensor)) is torch.Tensor
 
 
 def test_subclass_with_own_override_keeps_metadata():

@@ -215,7 +215,9 @@ def _compose() -> None:
   torch_compat.support_foreach(tensor.Tensor, view.View)
   torch_compat.record_in_make_fx(tensor.Tensor, view.View)
   torch_compat.watch_swaps(tensor.Tensor, storage.Rebindings.count_one)
-  torch_compat.subclass_by(subclasses.make_subclass, tensor.Tensor)
+  torch_compat.subclass_by(
+    subclasses.make_subclass, tensor.Tensor, subclasses.class_of_user
+  )
   torch_compat.move_parameters_in_place(
     tensor.Tensor, torch_files.OWN, subclasses.keep_class
   )

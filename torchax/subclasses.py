@@ -167,13 +167,14 @@ def _call_override(user_class: Any) -> classmethod:
   """Return a `__torch_function__` that passes the user's classes to the override."""
 
   def override(cls, func, types, args=(), kwargs=None):
-    classes = tuple(map(_class_of_user, types))
+    classes = tuple(map(class_of_user, types))
     return user_class.__torch_function__(func, classes, args, kwargs or {})
 
   return classmethod(override)
 
 
-def _class_of_user(cls: Any) -> type:
+def class_of_user(cls: Any) -> type:
+  """Return the class of CPU tensors for a class of jax tensors, or another class."""
   if issubclass(cls, SubclassTensor):
     return cls.user_class
   return torch.Tensor if issubclass(cls, Tensor) else cls
@@ -194,6 +195,6 @@ _OF_PARAMETERS = {
 
 def keep_class(tensor: torch.Tensor, cls: type) -> None:
   """Give a parameter that has moved the user's class that it had before."""
-  cls = _class_of_user(cls)
+  cls = class_of_user(cls)
   if not (isinstance(tensor, cls) or _has_own_dispatch(cls)):
     tensor.__class__ = class_with_array(cls) if isinstance(tensor, Tensor) else cls

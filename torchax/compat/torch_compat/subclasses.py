@@ -39,12 +39,14 @@ def have_parts(types: Collection[type], ours: type) -> bool:
   return False
 
 
-def subclass_by(make: Callable, tensor_class: type) -> None:
+def subclass_by(make: Callable, tensor_class: type, class_on_cpu: Callable) -> None:
   """Make constructors of subclasses call `make` for tensors of a class.
 
   Args:
     make: (cls, tensor, requires_grad) -> alias of class `cls`, without history.
     tensor_class: class of the tensors.
+    class_on_cpu: (cls) -> the class that other tensors get for `cls`, which may be that
+      of a tensor of `tensor_class`.
   """
   make_parameter, alias = torch.nn.Parameter.__new__, torch.Tensor.as_subclass
   construct = torch.Tensor.__new__
@@ -53,14 +55,14 @@ def subclass_by(make: Callable, tensor_class: type) -> None:
     # `torch.Tensor.as_subclass(x, cls)`; a method of ours would not be found.
     if isinstance(self, tensor_class):
       return self.as_subclass(cls)
-    return alias(self, cls)
+    return alias(self, class_on_cpu(cls))
 
   def make_subclass(cls, data, requires_grad=False, **kwargs):
     # The signature of Dynamo's substitute; torch's own keyword is `require_grad`.
     requires_grad = kwargs.pop("require_grad", requires_grad)
     if isinstance(data, tensor_class):
       return make(cls, data, requires_grad)
-    return _make_subclass(cls, data, requires_grad, **kwargs)
+    return _make_subclass(class_on_cpu(cls), data, requires_grad, **kwargs)
 
   def new(*args, **kwargs):  # the signature that Dynamo accepts
     if len(args) == 2 and isinstance(args[1], tensor_class) and not kwargs:
