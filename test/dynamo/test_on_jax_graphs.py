@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -130,6 +131,23 @@ def test_changing_float_is_an_operand(x):
   for scale in (0.5, 0.7, -0.0, 0.9):
     torch.testing.assert_close(run(x, scale), x * scale + scale * 2)
   assert len(backend.graphs) == 2, "the first value is a constant, then a number"
+
+
+@pytest.mark.parametrize(
+  "function",
+  [
+    lambda x, n: x[slice(n, n + 2)] * 2,
+    lambda x, n: x[: int(n)] + n,
+    lambda x, n: x * float(n),
+    lambda x, n: torch.roll(x, int(n), 1),
+  ],
+  ids=["slice", "bound and term", "factor", "argument"],
+)
+def test_scalar_of_numpy_is_a_number(x, function):
+  run = compiled(function)
+  for number in (1, 2, 3):
+    scalar = np.int64(number)
+    torch.testing.assert_close(run(x, scalar), function(x, number))
 
 
 @pytest.mark.parametrize(

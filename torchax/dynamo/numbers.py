@@ -29,8 +29,10 @@ class Use(enum.Enum):
   CONSTANT = "constant"  # a static value: another number retraces
 
 
-def take_floats(graph: fx.Graph) -> dict[int, Use]:
-  """Replace 0-d inputs on which the graph calls `item()` by Python floats.
+def take_scalars(graph: fx.Graph) -> dict[int, Use]:
+  """Replace 0-d CPU inputs on which the graph calls `item()` by Python numbers.
+
+  These are floats, numpy's scalars and CPU tensors. Integers keep their symbols.
 
   Returns:
     How the graph takes each of these inputs, by its position.
@@ -38,20 +40,36 @@ def take_floats(graph: fx.Graph) -> dict[int, Use]:
   uses = {}
   for position, node in enumerate(inputs(graph)):
     value = example(node)
-    if not isinstance(value, torch.Tensor) or value.dim() or not node.users:
+    if not isinstance(value, torch.Tensor) or value.dim() or value.device.type != "cpu":
       continue
-    if value.dtype is not torch.float64 or value.device.type != "cpu":
+    items = [user for user in node.users if operation_name(user) in _ITEMS]
+    if not items:
       continue
-    items = list(node.users)
-    if all(user.op == "call_method" and user.target == "item" for user in items):
-      if all(map(_is_arithmetic, items)):
-        uses[position] = Use.OPERAND
-      else:
-        uses[position] = Use.HOST if all(map(_is_for_host, items)) else Use.CONSTANT
-      for item in items:
-        item.replace_all_uses_with(node)
-        graph.erase_node(item)
+    uses[position] = Use.CONSTANT
+    if len(items) < len(node.users):
+      _wrap_again(graph, node, value.dtype, items)
+    elif not value.is_floating_point():
+      node.meta["example_value"] = example(items[0])
+    elif all(map(_is_arithmetic, items)):
+      uses[position] = Use.OPERAND
+    elif all(map(_is_for_host, items)):
+      uses[position] = Use.HOST
+    for item in items:
+      item.replace_all_uses_with(node)
+      graph.erase_node(item)
   return uses
+
+
+def _wrap_again(graph: fx.Graph, number: fx.Node, dtype, items: list[fx.Node]) -> None:
+  """Give the users of an input that are not in `items` a 0-d tensor."""
+  with graph.inserting_after(number):
+    wrapped = graph.call_function(
+      torch.scalar_tensor, (number,), {"dtype": dtype, "device": "cpu"}
+    )
+  wrapped.meta = dict(number.meta)
+  others = [user for user in number.users if user not in (wrapped, *items)]
+  for user in others:
+    user.replace_input_with(number, wrapped)
 
 
 def take_integers(graph: fx.Graph) -> dict[int, Use]:
@@ -331,6 +349,8 @@ def _tensors(node: fx.Node) -> list[torch.Tensor]:
   return [tensor for tensor in example_tensors(node) if tensor.device.type == "jax"]
 
 
+# Names of the methods of tensors and of Dynamo's wrapper for numpy's scalars.
+_ITEMS = frozenset({"item", "wrapped_item"})
 _SYMBOLS = (torch.SymFloat, torch.SymInt, torch.SymBool, float, int, bool)
 _SUMS = frozenset(
   {operator.add, operator.sub, operator.mul, operator.neg}

@@ -154,8 +154,8 @@ class _Arguments:
   """
 
   def __init__(self, graph: fx.Graph):
-    self._floats = numbers.take_floats(graph)
-    self._uses = {**self._floats, **numbers.take_integers(graph)}
+    self._scalars = numbers.take_scalars(graph)
+    self._uses = {**self._scalars, **numbers.take_integers(graph)}
     self.on_host = {
       position: host_numbers.Argument(object(), node.name)
       for position, node in enumerate(inputs(graph))
@@ -163,9 +163,9 @@ class _Arguments:
     }
 
   def plain(self, args) -> list:
-    """Return the arguments with Python floats in place of 0-d tensors."""
+    """Return the arguments with Python numbers in place of 0-d tensors."""
     return [
-      float(arg) if position in self._floats else arg
+      arg.item() if position in self._scalars else arg
       for position, arg in enumerate(args)
     ]
 
@@ -174,7 +174,7 @@ class _Arguments:
     args, on_host = self.plain(args), {}
     for position, arg in enumerate(args):
       use = self._uses.get(position, numbers.Use.CONSTANT)
-      if type(arg) is not int and position not in self._floats:
+      if type(arg) is not int and position not in self._scalars:
         continue
       if use is numbers.Use.HOST and active.boundary is None:
         on_host[self.on_host[position]] = float(arg)
