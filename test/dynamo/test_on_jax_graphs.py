@@ -91,7 +91,16 @@ READS = {
   "jax": lambda x: x + float((x * 2).jax().sum()),
   "float": lambda x: x + float(x.abs().sum()),
   "if": lambda x: x + 1 if x.abs().sum() > 0 else x - 1,
+  "copy to cpu": lambda x: torch.zeros(4, 8).copy_(x * 2) + 1,
+  "copy to jax": lambda x: (x * 2).copy_(torch.ones(4, 8)) + x,
+  "write to cpu": lambda x: (write(torch.zeros(2, 8), x[0] * 2), x + 1)[0],
+  "write to jax": lambda x: write(x * 2, torch.ones(8)) + 1,
 }
+
+
+def write(target, row):
+  target[0] = row
+  return target
 
 
 @pytest.mark.parametrize("name", READS)

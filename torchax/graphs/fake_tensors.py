@@ -242,6 +242,8 @@ def _dispatch(func, args, kwargs):
   tree_map = torch_pytree.tree_map
   for value in torch_pytree.tree_leaves((args, kwargs)):
     if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.dim():
+      if func is aten.copy_.default:
+        raise NoNumbersError("A copy between jax and the CPU (`copy_`, `x[i] = y`)")
       raise MixedDeviceError(
         f'{func} was given tensors on "jax" and one of shape {list(value.shape)} on '
         'cpu. Move it first: `.to("jax")`.'
