@@ -157,6 +157,32 @@ def test_like_crosses_devices(in_and_out):
   assert_same(torch.ones_like(A, device="jax"), torch.ones(2, 3))
 
 
+@pytest.mark.parametrize("ramp", [torch.linspace, torch.logspace])
+def test_a_ramp_between_tensors_is_on_its_own_device(ramp, in_and_out):
+  start, end = (torch.tensor(value, device="jax") for value in (0.0, 2.0))
+  for device in ("cpu", "jax"):
+    made = ramp(start, end, 3, device=device)
+    assert made.device.type == device
+    torch.testing.assert_close(made.cpu(), ramp(0.0, 2.0, 3, device="cpu"))
+  assert ramp(start, 2.0, 3).device.type == torch.get_default_device().type
+
+
+# Functions whose results depend on the values of a constant that they make.
+READS = {
+  "tolist": lambda x: x * torch.tensor([2, 0], device=x.device).tolist()[0],
+  "item": lambda x: x * torch.as_tensor(2.0, device=x.device).item(),
+  "if": lambda x: x + 1 if x.new_tensor(1.0) else x,
+  "mask": lambda x: x[:, torch.tensor([True, False, True]).to(x.device)],
+  "nonzero": lambda x: x[:, torch.tensor([0, 3, 1], device=x.device).nonzero()[:, 0]],
+  "repeat": lambda x: x.repeat_interleave(torch.tensor([2, 1, 0], device=x.device), 1),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_a_constant_of_a_compiled_function_has_values(read):
+  assert_same(jax_jit(read)(A.to("jax")), read(A))
+
+
 def test_the_default_dtype_is_followed(in_and_out):
   torch.set_default_dtype(torch.bfloat16)
   try:

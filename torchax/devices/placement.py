@@ -434,14 +434,18 @@ def from_shards(shape: tuple, sharding: Sharding, read: Callable) -> jax.Array:
 def from_host(values: np.ndarray, sharding: Sharding | None = None) -> jax.Array:
   """Put a numpy array on the default device, or commit it to another device.
 
-  `jnp.array` would compile a program for each new shape.
+  `jnp.array` would compile a program for each new shape. In a trace, the result is a
+  constant, whose numbers are known.
 
   Args:
     values: array of any shape that no other code uses.
     sharding: sharding of a committed array; None for an uncommitted one.
   """
-  if jax_compat.is_top_level() and jax.sharding.get_abstract_mesh().empty:
-    return jax_compat.from_host(values, sharding)
+  if jax.sharding.get_abstract_mesh().empty:
+    if jax_compat.is_top_level():
+      return jax_compat.from_host(values, sharding)
+    with jax.ensure_compile_time_eval():
+      return jax_compat.from_host(values)
   return jnp.array(jax_compat.with_64_bits(values))
 
 

@@ -39,6 +39,9 @@ _SIZED = frozenset(
   }
 )
 
+# Factories that read the numbers of tensors, and not their device.
+_OF_VALUES = frozenset({aten.linspace, aten.logspace})
+
 
 class PlacedPlan:
   """Plan of a factory: runs on the device of `device=`, or of its tensor argument."""
@@ -47,6 +50,7 @@ class PlacedPlan:
     self.plan = default()
     self.op = op
     self._takes_size = op.overloadpacket in _SIZED
+    self._reads_values = op.overloadpacket in _OF_VALUES
 
   def __call__(self, args, kwargs):
     device = (kwargs or {}).get("device")
@@ -79,8 +83,8 @@ class PlacedPlan:
     if device is not None and device.type == "jax" and device.index is not None:
       return placement.target_of(device)
     if device is not None and device.type == "cpu":
-      is_constant = source is not None and not getattr(self.plan, "is_sampler", False)
-      return device if is_constant else None
+      computes = self._reads_values or getattr(self.plan, "is_sampler", False)
+      return None if source is None or computes else device
     if device == _META:
       return device
     if source is None:

@@ -96,7 +96,11 @@ def with_derivative_of(func, lower, env, args, kwargs):
   scalars = [value for name, value in named.items() if name in schema.scalars]
   if any(map(_is_array, jax.tree.leaves(scalars))):
     return lower(args, kwargs)  # torch needs Python numbers here; JAX differentiates
-  out = lower(*arguments.unflatten(map(lax.stop_gradient, arrays)))
+  # Known arrays, such as masks, keep their values.
+  fixed = [
+    lax.stop_gradient(a) if isinstance(a, jax.core.Tracer) else a for a in arrays
+  ]
+  out = lower(*arguments.unflatten(fixed))
   leaves, structure = jax.tree.flatten(out)
   indices = [index for index, leaf in enumerate(leaves) if is_inexact(leaf)]
   rule = _Rule(func, arguments.without_arrays(), len(indices), env)
