@@ -197,13 +197,14 @@ def standard_gamma(key, alpha, dtype) -> jax.Array:
 
 @with_unrolled_key
 def dirichlet(key, alpha, dtype) -> jax.Array:
-  """Sample proportions along the last axis, never zero, differentiable in alpha.
+  """Sample proportions along the last axis, differentiable in alpha.
 
-  This holds for any alpha: if all are tiny, one of the proportions is 1.
+  They are between 0 and 1, never equal, so their logarithms are finite, as in torch.
   """
   wide = alpha.astype(jnp.promote_types(dtype, jnp.float32))
   base, boost = _gamma_parts(key, lax.stop_gradient(jnp.atleast_1d(wide)))
   weights = base * jnp.exp(boost - boost.max(-1, keepdims=True, initial=-jnp.inf))
   drawn = weights / weights.sum(-1, keepdims=True)
-  drawn = jnp.maximum(drawn.astype(dtype), jnp.finfo(dtype).tiny)
+  limits = jnp.finfo(dtype)
+  drawn = jnp.clip(drawn.astype(dtype), limits.tiny, 1 - limits.epsneg)
   return pathwise.dirichlet_sample(wide, drawn.reshape(alpha.shape))
