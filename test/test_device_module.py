@@ -1,9 +1,11 @@
 """`torch.jax`: devices, and torch's random functions."""
 
 import contextlib
+import pickle
 import threading
 
 import jax
+import opt_einsum
 import pytest
 import torch
 
@@ -422,3 +424,24 @@ def test_fork_rng_of_other_devices_works_like_in_torch():
     torch.manual_seed(3)
     torch.rand(4)
   assert torch.equal(torch.rand(4), expected)
+
+
+def test_classes_of_tensors_have_a_name_of_torch():
+  x = torch.ones(3, device="jax")
+  assert type(x) is torch.jax.Tensor is torchax.tensor.Tensor
+  assert type(x[1:]) is torch.jax.View is torchax.view.View
+  assert f"{type(x).__module__}.{type(x).__name__}" == "torch.jax.Tensor"
+  assert pickle.loads(pickle.dumps(type(x))) is type(x)
+
+
+@pytest.mark.parametrize("subscripts", ["ij,jk->ik", "ij,jk,ki->i", "ij,jk,kl->"])
+def test_libraries_find_functions_of_torch_by_that_name(subscripts):
+  found = []
+  for device in ("cpu", "jax"):
+    leaf = torch.linspace(-1, 1, 9).view(3, 3).to(device).requires_grad_()
+    operands = [leaf, leaf.T, leaf * 2][: subscripts.count(",") + 1]
+    result = opt_einsum.contract(subscripts, *operands)
+    result.sum().backward()
+    assert result.device.type == device
+    found.append([result.detach().cpu(), leaf.grad.cpu()])
+  torch.testing.assert_close(*found)

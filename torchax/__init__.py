@@ -51,7 +51,7 @@ from torchax.functions import (
   shortcuts,
 )
 from torchax.graphs import fake_tensors, fx, higher_order
-from torchax.integrations import opt_einsum, safetensors
+from torchax.integrations import safetensors
 from torchax.interop import Explanation, JittableModule, explain, extract_jax, jit
 from torchax.interop.compilation import CompileOptions, compile
 from torchax.logs import set_logs
@@ -227,7 +227,6 @@ def _compose() -> None:
   torch_files.register(tensor.Tensor, _means_jax)
   untyped_storage.register()
   safetensors.register(_means_jax)
-  opt_einsum.register()
   torch_compat.answer_for_accelerator(device_module.ANSWERS)
   torch_compat.leave_data_parallel_alone()
   torch_compat.fork_one_stream()
@@ -249,6 +248,10 @@ def _compose() -> None:
     *(torch_files, untyped_storage),
     *interop.MODULES,
   )
+  # Libraries such as wandb and autoray know torch's tensors by the name of their class.
+  for cls in (tensor.Tensor, view.View):
+    cls.__module__ = "torch.jax"
+    setattr(device_module, cls.__name__, cls)
   # These wrap functions of torch that call code of a user, which Dynamo may compile.
   own = [m for name, m in sys.modules.items() if name.startswith(torch_compat.__name__)]
   own.remove(torch_compat.encoders)  # Dynamo compiles their `forward`

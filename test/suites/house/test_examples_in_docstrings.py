@@ -52,14 +52,20 @@ def restored():
     jax.config.update(name, value)
 
 
+def _has_name_of_torch(value) -> bool:
+  return isinstance(value, type) and value.__module__ in ("torch", "torch.jax")
+
+
 @pytest.mark.parametrize("name", sorted(WITH_EXAMPLES - OWN_PROCESS))
 def test_examples_of_a_module_run(name, restored):
   if name in EXTRAS:
     pytest.importorskip(EXTRAS[name], reason="the extra is not installed")
   runner = doctest.DocTestRunner(_Checker(), verbose=False)
   module = importlib.import_module(name)
-  for examples in doctest.DocTestFinder().find(module, extraglobs=NAMES):
-    runner.run(examples)
+  # doctest leaves out classes that seem to be from another module.
+  for owner in (module, *filter(_has_name_of_torch, vars(module).values())):
+    for examples in doctest.DocTestFinder().find(owner, name, module, extraglobs=NAMES):
+      runner.run(examples)
   assert runner.tries and not runner.failures
 
 
