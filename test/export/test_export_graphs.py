@@ -293,16 +293,13 @@ for key in ("CPU", "Meta"):  # a kernel for all devices would run on jax too
   library.impl("unknown", torch.clone, key)
 
 
-def _product_of_bytes(x):
-  x = x.to(torch.int8)
-  return torch.ops.higher_order.out_dtype(
-    torch.ops.aten.mm.default, torch.int32, x, x.T
-  )
+def _in_strict_mode(x):
+  return torch.ops.higher_order.strict_mode(lambda x: (x + 1,), (x,))[0]
 
 
 UNSUPPORTED = {
   "torchax_test_export.unknown": torch.ops.torchax_test_export.unknown,
-  "higher_order.out_dtype": _product_of_bytes,
+  "higher_order.strict_mode": _in_strict_mode,
 }
 
 
