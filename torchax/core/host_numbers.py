@@ -18,7 +18,7 @@ import torch
 
 from torchax.compat.patches import setting
 from torchax.core.boundary import Boundary
-from torchax.core.static_values import key_of
+from torchax.core.static_values import Identity, key_of
 from torchax.core.storage import active
 
 _SIGNS = {
@@ -36,6 +36,9 @@ _SIGNS = {
   operator.eq: "==",
   operator.ne: "!=",
 }
+
+
+_DIVISIONS = {operator.truediv, operator.floordiv, operator.mod}
 
 
 class Expression:
@@ -108,48 +111,77 @@ class Expression:
 
 
 class Entry(Expression):
-  """Number in a parameter group of an optimizer, looked up at each call.
+  """Number of an optimizer, looked up at each call.
 
   `load_state_dict` replaces the groups, so each lookup starts at the optimizer. If the
   optimizer is gone or has no such number, the value is 0.0. Programs that use the
   number guard on the optimizer as well.
 
   Args:
-    optimizer: an optimizer with `param_groups`, a list of dicts; referenced weakly.
-    group: index of the group.
-    name: key of the number in the group.
+    optimizer: an optimizer; referenced weakly.
+    owner: where the number is: index of a parameter group, `Identity` of a parameter
+      for its state, or None for the attributes of the optimizer.
+    name: key of the number there.
     index: index into the entry, if that is a tuple of numbers.
+
+  Attributes:
+    in_trace: the number while a trace keeps a `HostNumber` in its place.
   """
 
-  __slots__ = ("optimizer", "label", "group", "name", "index")
+  __slots__ = ("optimizer", "label", "owner", "name", "index", "in_trace")
 
-  def __init__(self, optimizer, group: int, name: str, index: int | None = None):
+  def __init__(self, optimizer, owner, name: str, index: int | None = None):
     self.optimizer, self.label = weakref.ref(optimizer), type(optimizer).__name__
-    self.group, self.name, self.index = group, name, index
+    self.owner, self.name, self.index = owner, name, index
+    self.in_trace = 0.0
     self.operation, self.parts = operator.getitem, ()
-    self._hash = hash((id(optimizer), group, name, index))
+    self._hash = hash((id(optimizer), owner, name, index))
 
   def __eq__(self, other):
     return (
       type(other) is Entry
       and self.optimizer is other.optimizer
-      and (self.group, self.name, self.index) == (other.group, other.name, other.index)
+      and (self.owner, self.name, self.index) == (other.owner, other.name, other.index)
     )
 
   __hash__ = Expression.__hash__
 
   def __str__(self) -> str:
+    if self.owner is None:
+      return f"{self.label}.{self.name}"
+    place = f"param_groups[{self.owner}]"
+    if isinstance(self.owner, Identity):
+      groups = getattr(self.optimizer(), "param_groups", [])
+      parameters = [Identity(p) for group in groups for p in group["params"]]
+      is_known = self.owner in parameters
+      key = parameters.index(self.owner) if is_known else repr(self.owner.value)
+      place = f"state[{key}]"
     index = "" if self.index is None else f"[{self.index}]"
-    return f"{self.label}.param_groups[{self.group}][{self.name!r}]{index}"
+    return f"{self.label}.{place}[{self.name!r}]{index}"
 
   def now(self):
-    groups = getattr(self.optimizer(), "param_groups", [])
-    value = groups[self.group].get(self.name) if self.group < len(groups) else None
+    value = self._table().get(self.name)
     if self.index is not None:
       is_entry = isinstance(value, tuple) and self.index < len(value)
       value = value[self.index] if is_entry else None
     value = value.item() if isinstance(value, torch.Tensor) else value
+    if isinstance(value, HostNumber):
+      return self.in_trace
     return value if isinstance(value, float | int) else 0.0
+
+  def set(self, value) -> None:
+    """Set the entry of the optimizer."""
+    self._table()[self.name] = value
+
+  def _table(self) -> dict:
+    """Return the dict that has the number; an empty one if it is gone."""
+    optimizer = self.optimizer()
+    if optimizer is None or self.owner is None:
+      return {} if optimizer is None else vars(optimizer)
+    if isinstance(self.owner, Identity):
+      return optimizer.state.setdefault(self.owner.value, {})
+    groups = optimizer.param_groups
+    return groups[self.owner] if self.owner < len(groups) else {}
 
 
 class _Given(threading.local):
@@ -232,6 +264,11 @@ def concretize(value):
   return value
 
 
+def _is_zero(number) -> bool:
+  is_expression = isinstance(number, Expression)
+  return decide(Expression(operator.eq, number, 0)) if is_expression else number == 0
+
+
 def _binary(
   operation: Callable, swapped: bool = False, result: Callable | None = None
 ) -> Callable:
@@ -241,6 +278,8 @@ def _binary(
     elif not isinstance(other, int | float):
       return NotImplemented
     operands = (other, self.node) if swapped else (self.node, other)
+    if operation in _DIVISIONS and _is_zero(operands[1]):
+      raise ZeroDivisionError(f"{operands[0]} {_SIGNS[operation]} {operands[1]}")
     return (result or HostNumber)(Expression(operation, *operands))
 
   return method
@@ -252,6 +291,12 @@ def _comparison(operation: Callable) -> Callable:
 
 def _unary(operation: Callable) -> Callable:
   return lambda self: HostNumber(Expression(operation, self.node))
+
+
+def calculate(function: Callable, *args):
+  """Return `function(*args)` of numbers, some of them `HostNumber` objects."""
+  parts = [arg.node if isinstance(arg, HostNumber) else arg for arg in args]
+  return HostNumber(Expression(function, *parts))
 
 
 class HostNumber(torch.SymFloat):
@@ -279,6 +324,9 @@ class HostNumber(torch.SymFloat):
     return decide(Expression(int, self.node))
 
   __trunc__ = __int__
+
+  def __index__(self) -> int:
+    return operator.index(decide(self.node))
 
   def __round__(self, digits=None):
     return round(float(self), digits)

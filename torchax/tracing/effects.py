@@ -14,9 +14,8 @@ import torch
 
 from torchax.core import mappings
 from torchax.core.boundary import Boundary
-from torchax.core.chains import Chain
+from torchax.core.host_numbers import Entry, Expression
 from torchax.core.static_values import Identity
-from torchax.core.storage import Storage
 from torchax.errors import MutationError
 from torchax.tensor import Tensor, new_tensor
 from torchax.tracing.autograd_bridge import Tape
@@ -176,6 +175,26 @@ class ArgumentGradient(Change):
     return arguments[self.index] + ".grad"
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class SetNumbers(Change):
+  """New numbers of an optimizer, such as its count of steps, computed on the host.
+
+  Attributes:
+    numbers: each number, and its new value: a constant, or the expression for it.
+  """
+
+  kind = "set"
+  numbers: tuple[tuple[Entry, Any], ...]
+
+  def apply(self, leaves, array):
+    values = [v.now() if isinstance(v, Expression) else v for _, v in self.numbers]
+    for (entry, _), value in zip(self.numbers, values):
+      entry.set(value)
+
+  def name(self, arguments, names):
+    return ", ".join([str(entry) for entry, _ in self.numbers])
+
+
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass
 class Effects:
@@ -245,79 +264,77 @@ class Effects:
 
 def collect(
   boundary: Boundary,
+  inner: list,
   given: list,
   born: list,
   specialization: Specialization,
   captured: Sequence[Tensor],
-) -> list[tuple[Change, Any]]:
-  """Return the changes that a function has made in its trace, with their arrays.
+) -> tuple[list[tuple[Change, Any]], list[tuple[ArgumentTarget, Tensor]]]:
+  """Find the changes that a function has made in its trace.
 
   Args:
     boundary: boundary of the trace.
+    inner: argument leaves of the trace.
     given: argument leaves as the function receives them.
     born: storage and chain of each of `given` when the trace began; None if it is no
       tensor.
     specialization: static part of the call.
     captured: captured tensors, those that the trace has met first included.
 
+  Returns:
+    The changes with their arrays, and the in-place changes that torch records, with the
+    tensors that are assigned to the arguments.
+
   Raises:
     MutationError: the caller's tensors cannot take over a change.
   """
   repeats = {index for index, _ in specialization.same}
-  found: list[tuple[WriteArgument, Any]] = []
+  written: list[tuple[Change, Any]] = []
+  recorded: list[tuple[ArgumentTarget, Tensor]] = []
   reshapes: list[tuple[Change, Any]] = []
   for index, (value, start) in enumerate(zip(given, born)):
     if start is None or index in repeats:
       continue
     storage, chain = start
-    is_rebound = value._storage is not storage
-    if id(value) in boundary.reshapes:
+    is_reshaped, is_rebound = (
+      id(value) in boundary.reshapes,
+      value._storage is not storage,
+    )
+    if not (is_reshaped or is_rebound or storage.version):
+      continue
+    if index in specialization.overlapping:
+      raise MutationError(
+        f"{boundary.name} changes an argument in place whose memory another argument "
+        "shares as a different view, or that repeats elements, as after `expand`. Pass "
+        "the base and take the views inside."
+      )
+    if is_reshaped:
       _, steps = boundary.reshapes[id(value)]
       change = Reshape(index, tuple(steps))
       reshapes.append((change, value.jax() if is_rebound else None))
-      found.append((WriteArgument(index), chain.read(storage.array)))
-    elif is_rebound:
-      found.append(
-        (WriteArgument(index), _rebound(boundary.name, value, storage, chain))
-      )
-    elif storage.version:
-      found.append((WriteArgument(index), chain.read(storage.array)))
-  if {change.index for change, _ in found} & set(specialization.overlapping):
-    raise MutationError(
-      f"{boundary.name} changes an argument in place whose memory another argument "
-      "shares as a different view, or that repeats elements, as after `expand`. Pass "
-      "the base and take the views inside."
-    )
-  return [*found, *_of_captured(boundary, captured), *reshapes]
-
-
-def split_recorded(
-  changes: list[tuple[Change, Any]], given: list, copied: Sequence[int]
-) -> tuple[list, list[tuple[ArgumentTarget, Tensor]]]:
-  """Split the writes to copied arguments that have a gradient from other changes.
-
-  Args:
-    changes: result of `collect`.
-    given: argument leaves as the function receives them.
-    copied: indices of those that are copies.
-
-  Returns:
-    The other changes, and (target, tensor) of each of these writes.
-  """
-  reshaped = {change.index for change, _ in changes if type(change) is Reshape}
-  others: list = []
-  recorded: list[tuple[ArgumentTarget, Tensor]] = []
-  for change, array in changes:
-    index = change.index if type(change) is WriteArgument else -1
-    if index in copied and index not in reshaped and given[index].requires_grad:
-      recorded.append((ArgumentTarget(index), given[index]))
+      is_rebound = False
+    array = chain.read(storage.array)
+    if is_rebound:
+      array = _rebound(boundary.name, value, array)
+    if index in specialization.copied and value.requires_grad and not is_reshaped:
+      recorded.append((ArgumentTarget(index), value))
     else:
-      others.append((change, array))
-  return others, recorded
+      written.append((WriteArgument(index), array))
+  changes = [
+    *_of_arguments(boundary, inner),
+    *written,
+    *_of_captured(boundary, captured),
+    *reshapes,
+  ]
+  for state in boundary.attributes.states.values():
+    if state.numbers:
+      pairs = [(entry, getattr(v, "node", v)) for entry, v in state.numbers.items()]
+      changes.append((SetNumbers(tuple(pairs)), None))
+  return changes, recorded
 
 
-def argument_gradients(boundary: Boundary, inner: list) -> Iterator[tuple[Change, Any]]:
-  """Yield the changes of the `.grad` of arguments, the leaves `inner` of the trace."""
+def _of_arguments(boundary: Boundary, inner: list) -> Iterator[tuple[Change, Any]]:
+  """Yield the changes of the `.grad` of arguments."""
   indices = {id(value): index for index, value in enumerate(inner)}
   for each in boundary.argument_gradients.values():
     gradient = gradient_of(each.leaf)
@@ -351,15 +368,15 @@ def _of_captured(
       yield ClearGradient(Identity(each.leaf)), None
 
 
-def _rebound(name: str, tensor: Tensor, storage: Storage, chain: Chain) -> jax.Array:
+def _rebound(name: str, tensor: Tensor, before: jax.Array) -> jax.Array:
   """Return the new values of an argument whose memory was replaced.
 
   `x.data = …` and `set_` replace it.
   """
-  array, expected = tensor.jax(), chain.read(storage.array)
-  if array.shape != expected.shape or array.dtype != expected.dtype:
+  array = tensor.jax()
+  if array.shape != before.shape or array.dtype != before.dtype:
     raise MutationError(
-      f"{name} gives an argument of shape {expected.shape} the memory "
+      f"{name} gives an argument of shape {before.shape} the memory "
       f"of a tensor of shape {array.shape} (`.data = …` or `set_`), which the "
       "caller's tensor cannot follow. Return the new tensor instead."
     )

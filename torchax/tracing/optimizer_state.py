@@ -1,22 +1,29 @@
-"""Optimizer state that a traced step creates, as results of the program.
+"""Optimizer state that a traced step creates or counts, as effects of the program.
 
 The first step of an optimizer may create state from gradients, such as the momentum
 buffers of SGD with dampening. In a trace these are tracers, without values outside it.
 So `optimizers.py` records the state before the step, `modules.Attributes` removes the
 new entries after the trace, and each call assigns them to the optimizer.
+
+Numbers that a step changes, such as a count of steps, are operands
+(`core/host_numbers.py`), and each call computes the new ones.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from torchax.core.boundary import Boundary
-from torchax.core.static_values import Identity
+from torchax.core.chains import WHOLE
+from torchax.core.host_numbers import Entry, HostNumber
+from torchax.core.static_values import Identity, key_of
 from torchax.core.storage import active
 from torchax.errors import TracedStateError
 from torchax.tensor import Tensor
-from torchax.tracing.modules import is_born_in
+from torchax.tracing.modules import is_alive, is_born_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +47,7 @@ class StateTarget:
 
   def describe(self, paths: dict[int, str], arguments: list[str]) -> str:
     """Return the name of the entry; the arguments are for the other targets."""
-    optimizer = self.optimizer.value
-    numbers = list(map(id, parameters_of(optimizer)))
-    number = numbers.index(id(self.parameter.value))
-    return f"{type(optimizer).__name__}.state[{number}][{self.name!r}]"
+    return str(Entry(self.optimizer.value, self.parameter, self.name))
 
 
 class Groups:
@@ -62,7 +66,7 @@ class Groups:
         name
         for name, value in group.items()
         if value is not before.get(name)
-        and not _is_equal(before.get(name), value)
+        and not is_equal(before.get(name), value)
         and not (boundary and is_born_in(value, boundary))
       ]
     return names
@@ -86,10 +90,16 @@ class Groups:
 
 
 class State:
-  """State of an optimizer before its first step in a trace."""
+  """State of an optimizer before its first step in a trace.
+
+  Attributes:
+    numbers: new numbers that each call of the program assigns to the optimizer:
+      constants and `HostNumber` objects.
+  """
 
   def __init__(self, optimizer: torch.optim.Optimizer):
     self.optimizer = optimizer
+    self.numbers: dict[Entry, Any] = {}
     # Parameters whose state `optimizers.py` created before the step.
     self._created: list[torch.Tensor] = []
     self._before = {
@@ -98,8 +108,20 @@ class State:
       if isinstance(entries, dict)
     }
 
+  def take_numbers(self) -> None:
+    """Replace the numbers in the state by operands of the trace, until `undo`."""
+    for parameter, entries in self.optimizer.state.items():
+      before = self._before.get(parameter, {})
+      for name, value in before.items():
+        if type(value) in (int, float) and entries.get(name) is value:
+          entry = Entry(self.optimizer, Identity(parameter), name)
+          entry.in_trace = value
+          entries[name] = HostNumber(entry)
+
   def extract(self, boundary: Boundary, assigns: bool) -> list[tuple]:
     """Remove the entries that steps in a trace have assigned, to make them results.
+
+    New numbers are added to `numbers`.
 
     Args:
       boundary: boundary of the trace.
@@ -120,10 +142,21 @@ class State:
       for name, value in entries.items():
         if name in before and before[name] is value:
           continue
+        entry = Entry(self.optimizer, Identity(parameter), name)
         if is_born_in(value, boundary):
+          if self._can_take_over(before.get(name), value):
+            before[name]._storage.write(value.jax())
+            continue
           owners = Identity(self.optimizer), Identity(parameter)
           found.append((StateTarget(*owners, name), value))
-        elif not isinstance(value, Tensor) and not _is_equal(before.get(name), value):
+        elif isinstance(value, HostNumber):
+          if value.node != entry:
+            self.numbers[entry] = value
+        elif isinstance(value, Tensor) or is_equal(before.get(name), value):
+          continue
+        elif key_of(value) is not None and counted_state(self.optimizer, boundary):
+          self.numbers[entry] = value
+        else:
           raise host_state_error(self.optimizer, name)
     if found and not assigns:
       name = type(self.optimizer).__name__
@@ -133,6 +166,22 @@ class State:
       )
     self.undo()
     return found
+
+  def _can_take_over(self, before, value: Tensor) -> bool:
+    """Return True if an earlier tensor can have the new values.
+
+    Then later calls find the tensor that the program was compiled for.
+    """
+    if not is_alive(before) or before._chain is not WHOLE or before.requires_grad:
+      return False
+    tensors = itertools.chain(
+      parameters_of(self.optimizer), *map(dict.values, self._before.values())
+    )
+    shared = [t for t in tensors if getattr(t, "_storage", None) is before._storage]
+    return len(shared) == 1 and (before.shape, before.dtype) == (
+      value.shape,
+      value.dtype,
+    )
 
   def keep(self, parameters: Sequence[torch.Tensor]) -> None:
     """Record the current state of these parameters, so that `undo` keeps it."""
@@ -160,13 +209,23 @@ class State:
         entries.update(before)
 
 
-def _is_equal(before, value) -> bool:
+def is_equal(before, value) -> bool:
   """Return True for an equal constant, such as a number, that was assigned again."""
   return (
-    not isinstance(value, torch.Tensor | list)
+    not isinstance(value, torch.Tensor | torch.SymFloat | list)
     and type(before) is type(value)
     and (before == value)
   )
+
+
+def counted_state(optimizer: torch.optim.Optimizer, boundary: Boundary) -> State | None:
+  """Return the recorded state, if calls of the function can assign new numbers.
+
+  A compiled function inside another cannot.
+  """
+  if boundary.attributes is None or boundary.parent or boundary.numbers is None:
+    return None
+  return boundary.attributes.states.get(id(optimizer))
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -2,11 +2,12 @@
 
 A traced step runs on a copy of the optimizer. The numbers in the copy's parameter
 groups are operands (`core/host_numbers.py`), so a learning-rate schedule does not
-trigger recompilation. The state is created before the step is traced, and steps are
-counted on the device, as with `capturable=True`. A step count on the host raises an
-error, since a compiled function would count only while it is traced.
+trigger recompilation. The state is created before the step is traced, and torch's
+optimizers count their steps on the device, as with `capturable=True`. Other optimizers
+count in Python: these numbers are operands too, and each call computes the new ones.
 
-`trace.py` enters `tracing_steps`. State from gradients is in `optimizer_state.py`.
+`trace.py` enters `tracing_steps`. State from gradients, and numbers that a step
+changes, are in `optimizer_state.py`.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import torch
@@ -23,14 +25,17 @@ from torch.optim.optimizer import (
 )
 
 from torchax.compat import torch_compat
+from torchax.compat.math_functions import patch_math
 from torchax.compat.patches import WhileNeeded
-from torchax.core.host_numbers import Entry, HostNumber
+from torchax.core.host_numbers import Entry, HostNumber, calculate
 from torchax.core.static_values import Identity, describe_value, key_of
 from torchax.core.storage import active
 from torchax.errors import TracedStateError
+from torchax.rng import NewOperands
 from torchax.tensor import Tensor
 from torchax.tracing import optimizer_state
 from torchax.tracing.modules import is_same
+from torchax.tracing.optimizer_state import State
 
 
 class OptimizerGuard:
@@ -41,8 +46,8 @@ class OptimizerGuard:
     self._number = id(optimizer)
     self._known: list = []
     self._kinds: tuple = ()
+    self._values: list = []
     self._state: list = []
-    self._version = 0
 
   def __hash__(self):
     return self._number
@@ -53,19 +58,24 @@ class OptimizerGuard:
   def now(self) -> tuple:
     """Return a key of the settings that a step branches on.
 
-    Floats are operands, so only their type is in the key; other settings are compared
-    by value, parameters by identity.
+    Numbers that are operands count by their type, other settings by their value, and
+    parameters by identity.
     """
     optimizer = self._reference()
     if optimizer is None:
       return ()
-    values = list(
-      itertools.chain.from_iterable(map(dict.values, optimizer.param_groups))
-    )
+    tables = _tables(optimizer)
+    changed = _changed_in_steps.get(optimizer, ())
+    values = [*itertools.chain.from_iterable(map(dict.values, tables.values()))]
+    values.append(len(changed))
     if not is_same((values, self._known)):
       self._known = values
       self._kinds = tuple(
-        [(name, _kind(v)) for g in optimizer.param_groups for name, v in g.items()]
+        [
+          (name, _kind(value, (owner, name) in changed))
+          for owner, table in tables.items()
+          for name, value in table.items()
+        ]
       )
     return self._kinds
 
@@ -75,14 +85,16 @@ class OptimizerGuard:
   def describe(self) -> str:
     """Describe the settings, except for the numbers that are operands."""
     optimizer = self._reference()
-    groups = [] if optimizer is None else optimizer.param_groups
+    if optimizer is None:
+      return "0 of {}"
+    changed = _changed_in_steps.get(optimizer, ())
     settings = {
       name: len(value) if name == "params" else value
-      for group in groups
-      for name, value in group.items()
-      if _kind(value) is not float
+      for owner, table in _tables(optimizer).items()
+      for name, value in table.items()
+      if _kind(value, (owner, name) in changed) is not float
     }
-    return f"{len(groups)} of {describe_value(settings)}"
+    return f"{len(optimizer.param_groups)} of {describe_value(settings)}"
 
   def tensors(self) -> Iterator[tuple[str, Tensor]]:
     """Yield the jax tensors of the optimizer's state, with their names."""
@@ -96,21 +108,40 @@ class OptimizerGuard:
           yield f"{kind}.state[{number}][{name!r}]", value
 
   def update_state(self) -> bool:
-    """Refresh the tensors of the state; return True if one was replaced."""
+    """Refresh the state; return True if more than numbers in it was replaced."""
     optimizer = self._reference()
     if optimizer is None:
       return False
     tables = [table for table in optimizer.state.values() if isinstance(table, dict)]
     state = list(itertools.chain.from_iterable(map(dict.values, tables)))
-    if is_same((state, self._state)):
+    if is_same((state, self._values)):
       return False
+    self._values = state
+    # Numbers that change are operands.
+    state = [type(v) if type(v) in (int, float) else v for v in state]
+    is_replaced = not is_same((state, self._state))
     self._state = state
-    return True
+    return is_replaced
 
 
-def _kind(value):
+# Entries of parameter groups, and attributes, that steps of an optimizer change, by
+# owner and name (`Entry`). Numbers among them are operands.
+_changed_in_steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[tuple]]
+_changed_in_steps = weakref.WeakKeyDictionary()
+
+
+def _tables(optimizer: torch.optim.Optimizer) -> dict[int | None, dict]:
+  """Return the dicts with the settings of an optimizer, by the owner (`Entry`)."""
+  tables: dict[int | None, dict] = dict(enumerate(optimizer.param_groups))
+  attributes = [n for o, n in _changed_in_steps.get(optimizer, ()) if o is None]
+  if attributes:
+    tables[None] = {name: vars(optimizer).get(name) for name in attributes}
+  return tables
+
+
+def _kind(value, is_changed: bool = False):
   """Return a key of a setting; for a number that is an operand, its type."""
-  if _is_number(value):
+  if _is_number(value) or (is_changed and type(value) is int):
     return float
   if _are_numbers(value):
     return (float, len(value))
@@ -153,40 +184,86 @@ class _Step:
     copy: the copy of the optimizer.
   """
 
-  def __init__(self, optimizer: torch.optim.Optimizer):
+  def __init__(self, optimizer: torch.optim.Optimizer, state: State | None):
     self._optimizer = optimizer
-    self._before = dict(vars(optimizer))
     self._groups = optimizer_state.Groups(optimizer)
     self.copy = object.__new__(type(optimizer))
-    vars(self.copy).update(self._before)
+    vars(self.copy).update(vars(optimizer))
     groups = [
       _traced_group(optimizer, number) for number in range(len(optimizer.param_groups))
     ]
     self.copy.param_groups = groups
-    self._inside = optimizer_state.Groups(self.copy)
+    for owner, name in _changed_in_steps.get(optimizer, ()):
+      table = vars(self.copy) if owner is None else groups[owner]
+      if type(table.get(name)) in (int, float):
+        table[name] = HostNumber(Entry(optimizer, owner, name))
+    self._is_followed = state is not None
+    self._numbers = {} if state is None else state.numbers
+    for entry, value in self._numbers.items():
+      table = vars(self.copy) if entry.owner is None else groups[entry.owner]
+      table[entry.name] = value  # of an earlier step in the same trace
     vars(self.copy)[_STEP] = self
+    self._before = [dict(table) for _, table in _settings_of(self.copy)]
 
   def end(self) -> None:
-    """Copy attributes that the step has set to the optimizer.
+    """Hand the changes of settings to the optimizer, or to the effects of each call.
 
     Raises:
-      TracedStateError: the step has changed the parameter groups.
+      NewOperands: the step changes a number that was a constant of the trace.
+      TracedStateError: the step changes the parameter groups in another way.
     """
-    if changed := [*self._inside.changed(), *self._groups.changed()]:
+    refused = self._groups.changed()
+    if len(self.copy.param_groups) != len(self._optimizer.param_groups):
+      refused.append("params")
+    followed = _changed_in_steps.setdefault(self._optimizer, set())
+    new: dict[tuple, Any] = {}
+    constants = set()
+    for owner, name, before, value in self._changes():
+      if isinstance(value, HostNumber) or self._is_setting(owner, value):
+        new[owner, name] = value
+        if type(before) in (int, float) and (owner, name) not in followed:
+          constants.add((owner, name))
+      elif owner is None:
+        vars(self._optimizer)[name] = value
+      else:
+        refused.append(name)
+    if not self._is_followed:
+      refused += [name for _, name in new]
+    if refused:
       self._groups.restore()
       raise TracedStateError(
-        f"{type(self._optimizer).__name__} changes {changed[0]!r} of its parameter "
+        f"{type(self._optimizer).__name__} changes {refused[0]!r} of its parameter "
         "groups in a step, which a compiled function does only while it is traced. Run "
         "its steps eagerly."
       )
-    for name, value in vars(self.copy).items():
-      is_own = name in ("param_groups", _STEP)
-      if not is_own and value is not self._before.get(name, self):
-        vars(self._optimizer)[name] = value
+    if constants:
+      raise NewOperands([functools.partial(followed.update, constants)])
+    followed.update(new)
+    for (owner, name), value in new.items():
+      self._numbers[Entry(self._optimizer, owner, name)] = value
+
+  def _changes(self) -> Iterator[tuple]:
+    """Yield owner (`Entry`), name, earlier and new value of each changed setting."""
+    for before, (owner, now) in zip(self._before, _settings_of(self.copy)):
+      for name, value in now.items():
+        known = before.get(name, _MISSING)
+        if value is not known and not optimizer_state.is_equal(known, value):
+          yield owner, name, known, value
+
+  def _is_setting(self, owner, value) -> bool:
+    """Return True for a constant that later steps may depend on."""
+    is_of_torch = type(self._optimizer).__module__.startswith("torch.")
+    return key_of(value) is not None and not (owner is None and is_of_torch)
+
+
+def _settings_of(optimizer: torch.optim.Optimizer) -> list[tuple[int | None, dict]]:
+  """Return the attributes and the parameter groups, each with its owner (`Entry`)."""
+  return [(None, vars(optimizer)), *enumerate(optimizer.param_groups)]
 
 
 # Attribute that links a copy to its `_Step`.
 _STEP = "_torchax_step"
+_MISSING = object()
 
 
 def _traced_group(optimizer: torch.optim.Optimizer, number: int) -> dict:
@@ -221,12 +298,18 @@ def _begin_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict):
   # The state outlives the trace if the parameters do.
   if all(isinstance(p, Tensor) and p._storage.birth is None for p in parameters):
     optimizer_state.record(optimizer, boundary, _create_state(optimizer))
-  counts = [state["step"] for state in optimizer.state.values() if "step" in state]
-  if not all(isinstance(count, Tensor) for count in counts):
+  state = optimizer_state.counted_state(optimizer, boundary)
+  if state is not None:
+    state.take_numbers()
+  followed = (Tensor,) if state is None else (Tensor, HostNumber, int, float)
+  counts = [
+    entries["step"] for entries in optimizer.state.values() if "step" in entries
+  ]
+  if not all(isinstance(count, followed) for count in counts):
     raise optimizer_state.host_state_error(optimizer, "step")
   for guards in boundary.guards_around():
     guards.guard_on_optimizer(OptimizerGuard(optimizer))
-  return (_Step(optimizer).copy, *args[1:]), kwargs
+  return (_Step(optimizer, state).copy, *args[1:]), kwargs
 
 
 def _end_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
@@ -241,7 +324,10 @@ def _install() -> Callable[[], None]:
     register_optimizer_step_post_hook(_end_step),
   )
 
+  undo_math = patch_math(HostNumber, calculate)
+
   def remove() -> None:
+    undo_math()
     for handle in handles:
       handle.remove()
 

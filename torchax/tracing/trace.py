@@ -53,10 +53,8 @@ from torchax.tracing.conversions import arrays_of
 from torchax.tracing.effects import (
   Effects,
   WriteArgument,
-  argument_gradients,
   collect,
   drop_traced_grads,
-  split_recorded,
   trained_leaves,
 )
 from torchax.tracing.first_trace import FirstTrace, Operands
@@ -338,9 +336,9 @@ class Traced:
       needs += self._follow_gradients_of_arguments(boundary, inner)
       missing = self.captures.missing(boundary, tensors) if self.options.lifts else []
       captures = [*tensors, *missing]
-      changes = collect(boundary, given, born, specialization, captures)
-      changes = [*argument_gradients(boundary, inner), *changes]
-      changes, recorded = split_recorded(changes, given, specialization.copied)
+      changes, recorded = collect(
+        boundary, inner, given, born, specialization, captures
+      )
       assigned += recorded
       effects = Effects.of(changes, assigned)
       effects.environments = environments_of_results(out)
