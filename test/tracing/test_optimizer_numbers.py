@@ -196,3 +196,106 @@ def test_functions_of_math_are_replaced_only_during_a_step():
   assert math.sqrt is before
   assert inside[0] is not before
   assert inside[0](4) == 2.0
+
+
+class Wrapping(optim.Optimizer):
+  """Optimizer that halves the gradients, every other step, for another one."""
+
+  def __init__(self, inner):
+    # As of a copy: `__init__` would set the groups.
+    state = {"at the start": 0}
+    self.__setstate__({"inner": inner, "steps": 0, "defaults": {}, "state": state})
+
+  @property
+  def param_groups(self):
+    return self.inner.param_groups
+
+  def step(self):
+    self.steps += 1
+    if self.steps % 2:
+      for p in self.param_groups[0]["params"]:
+        p.grad.mul_(0.5)
+    self.inner.step()
+
+  def zero_grad(self):
+    self.inner.zero_grad()
+
+
+def test_an_optimizer_may_wrap_another():
+  losses = []
+  for device, compile_step in (("cpu", lambda step: step), ("jax", jax_jit)):
+    model = _model().to(device)
+    optimizer = Wrapping(optim.AdamW(model.parameters(), 0.1))
+    step = compile_step(lambda x, m=model, o=optimizer: training_step(m, o, x))
+    losses.append([step(X.to(device)).item() for _ in range(5)])
+    assert optimizer.steps == 5
+  assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+class Collecting(optim.Optimizer):
+  """Optimizer with a list and a dict in its state, which a row changes."""
+
+  def __init__(self, params, change):
+    super().__init__(params, {"lr": 0.1})
+    self.change = change
+
+  @torch.no_grad()
+  def step(self):
+    for p in self.param_groups[0]["params"]:
+      state = self.state[p]
+      if not state:
+        state.update(sums=[torch.zeros_like(p)], by_name={"count": 0, "sum": p * 0})
+      self.change(state, p.grad)
+      p.sub_(sum(state["sums"]) + state["by_name"]["sum"], alpha=0.1)
+
+
+def _add_to_list(state, gradient):
+  state["sums"][0] = state["sums"][0] + gradient
+
+
+def _add_to_dict(state, gradient):
+  state["by_name"]["sum"] = state["by_name"]["sum"] + gradient
+
+
+def _append(state, gradient):
+  state["sums"].append(gradient.clone())
+
+
+def _count(state, gradient):
+  state["by_name"]["count"] += 1
+
+
+def _remove(state, gradient):
+  state.pop("unused", None)
+
+
+def _swap(state, gradient):
+  sums = state["by_name"]
+  state["sums"][0], sums["sum"] = sums["sum"], state["sums"][0]
+
+
+@pytest.mark.parametrize("change", [_add_to_list, _add_to_dict])
+def test_tensors_in_containers_of_the_state_are_replaced(change):
+  losses = []
+  for device, compile_step in (("cpu", lambda step: step), ("jax", jax_jit)):
+    model = _model().to(device)
+    optimizer = Collecting(model.parameters(), change)
+    training_step(model, optimizer, X.to(device))
+    step = compile_step(lambda x, m=model, o=optimizer: training_step(m, o, x))
+    losses.append([step(X.to(device)).item() for _ in range(4)])
+  assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+  assert torchax.explain(step, X.to("jax")).compilations == 1
+
+
+@pytest.mark.parametrize("change", [_append, _count, _remove, _swap])
+def test_other_changes_of_the_state_raise_and_are_undone(change):
+  model = _model().to("jax")
+  optimizer = Collecting(model.parameters(), lambda state, gradient: None)
+  training_step(model, optimizer, X.to("jax"))
+  state = optimizer.state[model[0].weight]
+  state["unused"] = 0
+  before = {**state, "sums": list(state["sums"]), "by_name": dict(state["by_name"])}
+  optimizer.change = change
+  with pytest.raises(TracedStateError, match="Collecting keeps '"):
+    jax_jit(lambda x: training_step(model, optimizer, x))(X.to("jax"))
+  assert state == before

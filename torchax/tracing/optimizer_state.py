@@ -9,9 +9,10 @@ Numbers that a step changes, such as a count of steps, are operands
 (`core/host_numbers.py`), and each call computes the new ones.
 """
 
+import collections
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torchax.core.static_values import Identity, key_of
 from torchax.core.storage import active
 from torchax.errors import TracedStateError
 from torchax.tensor import Tensor
-from torchax.tracing.modules import is_alive, is_born_in
+from torchax.tracing.modules import is_alive, is_born_in, is_same
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +108,7 @@ class State:
       for parameter, entries in optimizer.state.items()
       if isinstance(entries, dict)
     }
+    self._containers = list(_containers_of(optimizer))
 
   def take_numbers(self) -> None:
     """Replace the numbers in the state by operands of the trace, until `undo`."""
@@ -131,9 +133,11 @@ class State:
       Entries (`StateTarget`), with the tensors for them.
 
     Raises:
-      TracedStateError: there are entries but `assigns` is False, or a changed entry is
-        not a jax tensor.
+      TracedStateError: there are entries but `assigns` is False, or an entry that has
+        changed is neither a jax tensor nor a number.
     """
+    for name, container, items in self._containers:
+      self._extract_from_container(name, items, dict(_items(container)), boundary)
     found: list[tuple[StateTarget, torch.Tensor]] = []
     for parameter, entries in self.optimizer.state.items():
       if not isinstance(entries, dict):
@@ -152,12 +156,14 @@ class State:
         elif isinstance(value, HostNumber):
           if value.node != entry:
             self.numbers[entry] = value
-        elif isinstance(value, Tensor) or is_equal(before.get(name), value):
+        elif is_equal(before.get(name), value):
           continue
-        elif key_of(value) is not None and counted_state(self.optimizer, boundary):
+        elif is_constant(value) and counted_state(self.optimizer, boundary):
           self.numbers[entry] = value
         else:
           raise host_state_error(self.optimizer, name)
+      for name in before.keys() - entries.keys():
+        raise host_state_error(self.optimizer, name)
     if found and not assigns:
       name = type(self.optimizer).__name__
       raise TracedStateError(
@@ -167,6 +173,19 @@ class State:
     self.undo()
     return found
 
+  def _extract_from_container(
+    self, name: str, before: dict, now: dict, boundary: Boundary
+  ) -> None:
+    """Write new tensors in a list or dict to the earlier ones."""
+    if before.keys() != now.keys():
+      raise host_state_error(self.optimizer, name)
+    for key, value in now.items():
+      if value is before[key] or is_equal(before[key], value):
+        continue
+      if not (is_born_in(value, boundary) and self._can_take_over(before[key], value)):
+        raise host_state_error(self.optimizer, name)
+      before[key]._storage.write(value.jax())
+
   def _can_take_over(self, before, value: Tensor) -> bool:
     """Return True if an earlier tensor can have the new values.
 
@@ -175,7 +194,9 @@ class State:
     if not is_alive(before) or before._chain is not WHOLE or before.requires_grad:
       return False
     tensors = itertools.chain(
-      parameters_of(self.optimizer), *map(dict.values, self._before.values())
+      parameters_of(self.optimizer),
+      *map(dict.values, self._before.values()),
+      *[items.values() for name, _, items in self._containers if name != "params"],
     )
     shared = [t for t in tensors if getattr(t, "_storage", None) is before._storage]
     return len(shared) == 1 and (before.shape, before.dtype) == (
@@ -195,6 +216,15 @@ class State:
     Args:
       has_failed: the trace has failed; remove the state passed to `keep` as well.
     """
+    for _, container, items in self._containers:
+      now = dict(_items(container))
+      if now.keys() == items.keys() and is_same((now.values(), items.values())):
+        continue
+      container.clear()
+      if isinstance(container, dict):
+        container.update(items)
+      else:
+        container.extend(items.values())
     state = self.optimizer.state
     for parameter in self._created if has_failed else ():
       self._before.pop(parameter, None)
@@ -207,6 +237,35 @@ class State:
       else:
         entries.clear()
         entries.update(before)
+
+
+def _containers_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple]:
+  """Yield the lists and dicts in the settings and the state.
+
+  Each comes with the name of the entry that has it, and with its items.
+  """
+  attributes = {n: v for n, v in vars(optimizer).items() if n not in _TABLES}
+  for table in (attributes, *optimizer.param_groups, *optimizer.state.values()):
+    for name, value in table.items() if isinstance(table, dict) else ():
+      parts = [value]
+      for part in parts:
+        if isinstance(part, list | dict | collections.deque):
+          items = dict(_items(part))
+          parts += items.values()
+          yield name, part, items
+
+
+def _items(container) -> Iterable[tuple]:
+  return container.items() if isinstance(container, dict) else enumerate(container)
+
+
+# Attributes of an optimizer that `State` reads by themselves.
+_TABLES = ("param_groups", "state")
+
+
+def is_constant(value) -> bool:
+  """Return True for a value that each call can assign again."""
+  return key_of(value) is not None and not isinstance(value, list | dict | set)
 
 
 def is_equal(before, value) -> bool:

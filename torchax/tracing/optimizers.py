@@ -189,10 +189,10 @@ class _Step:
     self._groups = optimizer_state.Groups(optimizer)
     self.copy = object.__new__(type(optimizer))
     vars(self.copy).update(vars(optimizer))
-    groups = [
-      _traced_group(optimizer, number) for number in range(len(optimizer.param_groups))
-    ]
-    self.copy.param_groups = groups
+    groups = _groups_of(optimizer)
+    if groups:
+      groups = [_traced_group(optimizer, number) for number in range(len(groups))]
+      self.copy.param_groups = groups
     for owner, name in _changed_in_steps.get(optimizer, ()):
       table = vars(self.copy) if owner is None else groups[owner]
       if type(table.get(name)) in (int, float):
@@ -213,7 +213,7 @@ class _Step:
       TracedStateError: the step changes the parameter groups in another way.
     """
     refused = self._groups.changed()
-    if len(self.copy.param_groups) != len(self._optimizer.param_groups):
+    if len(_groups_of(self.copy)) != len(_groups_of(self._optimizer)):
       refused.append("params")
     followed = _changed_in_steps.setdefault(self._optimizer, set())
     new: dict[tuple, Any] = {}
@@ -253,12 +253,17 @@ class _Step:
   def _is_setting(self, owner, value) -> bool:
     """Return True for a constant that later steps may depend on."""
     is_of_torch = type(self._optimizer).__module__.startswith("torch.")
-    return key_of(value) is not None and not (owner is None and is_of_torch)
+    return optimizer_state.is_constant(value) and not (owner is None and is_of_torch)
 
 
 def _settings_of(optimizer: torch.optim.Optimizer) -> list[tuple[int | None, dict]]:
   """Return the attributes and the parameter groups, each with its owner (`Entry`)."""
-  return [(None, vars(optimizer)), *enumerate(optimizer.param_groups)]
+  return [(None, vars(optimizer)), *enumerate(_groups_of(optimizer))]
+
+
+def _groups_of(optimizer: torch.optim.Optimizer) -> list[dict]:
+  """Return its parameter groups; none if they are the ones of another optimizer."""
+  return vars(optimizer).get("param_groups", [])
 
 
 # Attribute that links a copy to its `_Step`.
@@ -295,16 +300,18 @@ def _begin_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict):
   if boundary is None or _STEP in vars(optimizer):
     return None
   parameters = optimizer_state.parameters_of(optimizer)
-  # The state outlives the trace if the parameters do.
-  if all(isinstance(p, Tensor) and p._storage.birth is None for p in parameters):
+  # The state outlives the trace if the parameters do. Some optimizers wrap another one,
+  # and have its state.
+  if "state" in vars(optimizer) and all(
+    isinstance(p, Tensor) and p._storage.birth is None for p in parameters
+  ):
     optimizer_state.record(optimizer, boundary, _create_state(optimizer))
   state = optimizer_state.counted_state(optimizer, boundary)
   if state is not None:
     state.take_numbers()
   followed = (Tensor,) if state is None else (Tensor, HostNumber, int, float)
-  counts = [
-    entries["step"] for entries in optimizer.state.values() if "step" in entries
-  ]
+  tables = [table for table in optimizer.state.values() if isinstance(table, dict)]
+  counts = [table["step"] for table in tables if "step" in table]
   if not all(isinstance(count, followed) for count in counts):
     raise optimizer_state.host_state_error(optimizer, "step")
   for guards in boundary.guards_around():
