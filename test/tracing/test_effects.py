@@ -18,7 +18,7 @@ from torchax.tracing.effects import (
   WriteStorage,
   collect,
 )
-from torchax.tracing.modules import Target
+from torchax.tracing.modules import Attributes, Target
 from torchax.tracing.specialization import ORDINARY, Specialization
 
 ONES = jnp.ones(3)
@@ -121,10 +121,14 @@ def _collected(change, specialization=ORDINARY, captured=()):
   with Boundary().enter() as boundary:
     for tensor in captured:
       boundary.lift(tensor._storage, tensor._storage.array, tensor)
+    boundary.attributes = Attributes()
     argument = _zeros()
     born = [(argument._storage, argument._chain)]
     change(argument)
-    return collect(boundary, [argument], born, specialization, lifted)
+    given = [argument]
+    changes, recorded = collect(boundary, given, given, born, specialization, lifted)
+    assert recorded == []
+    return changes
 
 
 def test_collect_finds_a_write_to_an_argument():
