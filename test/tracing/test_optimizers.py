@@ -9,7 +9,6 @@ from ops.harness import floats
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import lr_scheduler, swa_utils
 
-from torchax.errors import TracedStateError
 from torchax.interop import jax_jit
 from torchax.tensor import Tensor
 
@@ -400,19 +399,6 @@ def test_a_compiled_step_counts_and_resumes(make):
   for _ in range(3):
     assert_same(compiled(jax_x, jax_y), step(cpu, expected_optimizer, x, y))
   assert_trained_alike((cpu, expected_optimizer), (model, optimizer))
-
-
-def test_a_compiled_step_with_a_host_count_raises():
-  model, x, y = models()[1]
-  optimizer = train(optim.Adafactor, model, x, y, steps=1)
-
-  @jax_jit
-  def step(x):
-    optimizer.step()
-    return x
-
-  with pytest.raises(TracedStateError, match="Adafactor keeps .step. of its state"):
-    step(x)
 
 
 def test_a_scaled_loss_skips_the_steps_that_overflow():

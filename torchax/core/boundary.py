@@ -79,6 +79,8 @@ class Boundary:
     stand_in: (value, name) -> tracer for an operand that is missing, or None.
     numbers: operands for host numbers, by expression; a number that is no operand yet
       has its Python value or a stand-in. None if no number becomes an operand.
+    host_numbers: 0-d CPU tensors that count for an optimizer, and the `HostNumber` that
+      each has at this point of the trace, by identity.
     name: name of the function, for messages.
     is_trace: True if a JAX trace ends with it; False for a part of a larger trace.
     born: weak references to the storages created in it.
@@ -106,6 +108,7 @@ class Boundary:
     self.argument_gradients: dict[int, Any] = {}
     self.stand_in: Callable[[Any, Hashable], Any] | None = None
     self.numbers: dict | None = None
+    self.host_numbers: dict[int, tuple[Any, Any]] = {}
 
   def read(self, storage: Storage, tensor=None) -> jax.Array:
     """Return the array of any storage, as seen inside this boundary."""

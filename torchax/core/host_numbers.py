@@ -125,7 +125,7 @@ class Entry(Expression):
     index: index into the entry, if that is a tuple of numbers.
 
   Attributes:
-    in_trace: the number while a trace keeps a `HostNumber` in its place.
+    in_trace: the number when a trace has put a `HostNumber` in its place.
   """
 
   __slots__ = ("optimizer", "label", "owner", "name", "index", "in_trace")
@@ -164,14 +164,22 @@ class Entry(Expression):
     if self.index is not None:
       is_entry = isinstance(value, tuple) and self.index < len(value)
       value = value[self.index] if is_entry else None
-    value = value.item() if isinstance(value, torch.Tensor) else value
+    if isinstance(value, torch.Tensor):
+      with setting(active, "boundary", None):  # a trace would guard on the tensor
+        value = value.item()
     if isinstance(value, HostNumber):
       return self.in_trace
     return value if isinstance(value, float | int) else 0.0
 
   def set(self, value) -> None:
-    """Set the entry of the optimizer."""
-    self._table()[self.name] = value
+    """Set the entry of the optimizer; a tensor keeps its identity."""
+    table = self._table()
+    known = table.get(self.name)
+    if isinstance(known, torch.Tensor) and isinstance(value, float | int):
+      with torch.no_grad():
+        known.fill_(value)
+    else:
+      table[self.name] = value
 
   def _table(self) -> dict:
     """Return the dict that has the number; an empty one if it is gone."""

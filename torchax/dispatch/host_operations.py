@@ -19,6 +19,7 @@ from torchax.compat.patches import WhileNeeded, patch
 from torchax.core.boundary import Boundary
 from torchax.core.storage import active
 from torchax.core.tracebacks import hide
+from torchax.dispatch import counting_tensors
 from torchax.dispatch.operands import tensors_in
 from torchax.errors import MutationError, TracedDrawError
 from torchax.registry.names import aten
@@ -116,10 +117,13 @@ class _Functions(TorchFunctionMode):
   """Mode that guards on CPU tensors whose values Python reads without an operation."""
 
   def __torch_function__(self, func, types, args=(), kwargs=None):
+    kwargs, boundary = kwargs or {}, active.boundary
+    numbers = {} if boundary is None else boundary.host_numbers
+    if numbers and counting_tensors.are_among(numbers, args, kwargs):
+      return counting_tensors.call(numbers, func, args, kwargs)
     if func in _READS:
-      kwargs = kwargs or {}
       guard_on_read(args[0] if args else kwargs.get("data", kwargs.get("obj")))
-    return func(*args, **(kwargs or {}))
+    return func(*args, **kwargs)
 
 
 class _Operations(torch_compat.DispatchMode):

@@ -14,7 +14,7 @@ import torch
 
 from torchax.core import mappings
 from torchax.core.boundary import Boundary
-from torchax.core.host_numbers import Entry, Expression
+from torchax.core.host_numbers import Entry, Expression, HostNumber
 from torchax.core.static_values import Identity
 from torchax.errors import MutationError
 from torchax.tensor import Tensor, new_tensor
@@ -328,9 +328,21 @@ def collect(
   ]
   for state in boundary.attributes.states.values():
     if state.numbers:
-      pairs = [(entry, getattr(v, "node", v)) for entry, v in state.numbers.items()]
+      pairs = [(e, _recorded(value, boundary)) for e, value in state.numbers.items()]
       changes.append((SetNumbers(tuple(pairs)), None))
   return changes, recorded
+
+
+def _recorded(value, boundary: Boundary) -> Any:
+  """Return a new value for `SetNumbers`; each call makes its own tensor."""
+  if isinstance(value, torch.Tensor):
+    _, number = boundary.host_numbers.get(id(value), (value, value.item()))
+    return Expression(_scalar_tensor, getattr(number, "node", number), value.dtype)
+  return value.node if isinstance(value, HostNumber) else value
+
+
+def _scalar_tensor(number, dtype: torch.dtype) -> torch.Tensor:
+  return torch.tensor(number, dtype=dtype, device="cpu")
 
 
 def _of_arguments(boundary: Boundary, inner: list) -> Iterator[tuple[Change, Any]]:

@@ -108,17 +108,32 @@ class State:
       for parameter, entries in optimizer.state.items()
       if isinstance(entries, dict)
     }
+    # 0-d CPU tensors with counts.
+    self._counting: dict[Entry, torch.Tensor] = {}
     self._containers = list(_containers_of(optimizer))
 
-  def take_numbers(self) -> None:
-    """Replace the numbers in the state by operands of the trace, until `undo`."""
-    for parameter, entries in self.optimizer.state.items():
-      before = self._before.get(parameter, {})
+  def take_numbers(self, boundary: Boundary) -> None:
+    """Replace the numbers in the state by operands of the trace, until `undo`.
+
+    A count in a CPU tensor, also of a group, is one as well
+    (`dispatch/counting_tensors.py`).
+    """
+    for parameter, before in self._before.items():
+      entries = self.optimizer.state[parameter]
       for name, value in before.items():
+        entry = Entry(self.optimizer, Identity(parameter), name)
         if type(value) in (int, float) and entries.get(name) is value:
-          entry = Entry(self.optimizer, Identity(parameter), name)
           entry.in_trace = value
           entries[name] = HostNumber(entry)
+        self._count(entry, value, boundary)
+    for number, group in enumerate(self.optimizer.param_groups):
+      for name, value in group.items() if not is_of_torch(self.optimizer) else ():
+        self._count(Entry(self.optimizer, number, name), value, boundary)
+
+  def _count(self, entry: Entry, value, boundary: Boundary) -> None:
+    if is_on_host(value) and id(value) not in boundary.host_numbers:
+      boundary.host_numbers[id(value)] = (value, HostNumber(entry))
+      self._counting[entry] = value
 
   def extract(self, boundary: Boundary, assigns: bool) -> list[tuple]:
     """Remove the entries that steps in a trace have assigned, to make them results.
@@ -138,6 +153,10 @@ class State:
     """
     for name, container, items in self._containers:
       self._extract_from_container(name, items, dict(_items(container)), boundary)
+    for entry, tensor in self._counting.items():
+      _, number = boundary.host_numbers[id(tensor)]
+      if getattr(number, "node", None) != entry:
+        self.numbers[entry] = number
     found: list[tuple[StateTarget, torch.Tensor]] = []
     for parameter, entries in self.optimizer.state.items():
       if not isinstance(entries, dict):
@@ -265,7 +284,20 @@ _TABLES = ("param_groups", "state")
 
 def is_constant(value) -> bool:
   """Return True for a value that each call can assign again."""
-  return key_of(value) is not None and not isinstance(value, list | dict | set)
+  is_container = isinstance(value, list | dict | set)
+  return is_on_host(value) or (key_of(value) is not None and not is_container)
+
+
+def is_on_host(value) -> bool:
+  """Return True for a 0-d tensor on the CPU."""
+  return isinstance(value, torch.Tensor) and not (
+    isinstance(value, Tensor) or value.dim() or value.is_complex()
+  )
+
+
+def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+  """Return True for an optimizer whose class is torch's own."""
+  return type(optimizer).__module__.startswith("torch.")
 
 
 def is_equal(before, value) -> bool:

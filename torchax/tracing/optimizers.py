@@ -155,8 +155,7 @@ def _is_number(value) -> bool:
   """Return True for a float or a 0-d floating-point tensor on the CPU."""
   if isinstance(value, float):
     return True
-  is_on_host = isinstance(value, torch.Tensor) and not isinstance(value, Tensor)
-  return is_on_host and not value.dim() and value.is_floating_point()
+  return optimizer_state.is_on_host(value) and value.is_floating_point()
 
 
 def _are_numbers(value) -> bool:
@@ -252,8 +251,8 @@ class _Step:
 
   def _is_setting(self, owner, value) -> bool:
     """Return True for a constant that later steps may depend on."""
-    is_of_torch = type(self._optimizer).__module__.startswith("torch.")
-    return optimizer_state.is_constant(value) and not (owner is None and is_of_torch)
+    is_private = owner is None and optimizer_state.is_of_torch(self._optimizer)
+    return optimizer_state.is_constant(value) and not is_private
 
 
 def _settings_of(optimizer: torch.optim.Optimizer) -> list[tuple[int | None, dict]]:
@@ -283,7 +282,10 @@ def _traced_group(optimizer: torch.optim.Optimizer, number: int) -> dict:
   elif counts_when_fused:
     group["fused"], group["foreach"] = True, False
   for name, value in original.items():
-    if _is_number(value):
+    counts = isinstance(value, torch.Tensor) and not optimizer_state.is_of_torch(
+      optimizer
+    )
+    if _is_number(value) and not counts:
       group[name] = HostNumber(Entry(optimizer, number, name))
       if name == "lr" and counts_when_fused:
         group[name] = _as_tensor(group[name], group["params"])
@@ -308,8 +310,8 @@ def _begin_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict):
     optimizer_state.record(optimizer, boundary, _create_state(optimizer))
   state = optimizer_state.counted_state(optimizer, boundary)
   if state is not None:
-    state.take_numbers()
-  followed = (Tensor,) if state is None else (Tensor, HostNumber, int, float)
+    state.take_numbers(boundary)
+  followed = (Tensor,) if state is None else (torch.Tensor, HostNumber, int, float)
   tables = [table for table in optimizer.state.values() if isinstance(table, dict)]
   counts = [table["step"] for table in tables if "step" in table]
   if not all(isinstance(count, followed) for count in counts):
