@@ -52,7 +52,7 @@ def _python(count, rate):
 
 
 RATES = [_list, _chain, _type, _function, _python]
-# Rows whose value decides what is compiled.
+# Rows that compile a program for each value.
 OF_VALUES = {_function, _python}
 
 

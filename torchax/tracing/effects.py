@@ -288,6 +288,24 @@ def collect(
   Raises:
     MutationError: the caller's tensors cannot take over a change.
   """
+  written, recorded, reshapes = _of_arguments(boundary, given, born, specialization)
+  changes = [
+    *_of_argument_gradients(boundary, inner),
+    *written,
+    *_of_captured(boundary, captured),
+    *reshapes,
+  ]
+  for state in boundary.attributes.states.values():
+    if state.numbers:
+      pairs = [(e, _recorded(value, boundary)) for e, value in state.numbers.items()]
+      changes.append((SetNumbers(tuple(pairs)), None))
+  return changes, recorded
+
+
+def _of_arguments(
+  boundary: Boundary, given: list, born: list, specialization: Specialization
+) -> tuple[list, list, list]:
+  """Return new values, new values that torch records, and changes of shape."""
   repeats = {index for index, _ in specialization.same}
   written: list[tuple[Change, Any]] = []
   recorded: list[tuple[ArgumentTarget, Tensor]] = []
@@ -320,17 +338,7 @@ def collect(
       recorded.append((ArgumentTarget(index), value))
     else:
       written.append((WriteArgument(index), array))
-  changes = [
-    *_of_arguments(boundary, inner),
-    *written,
-    *_of_captured(boundary, captured),
-    *reshapes,
-  ]
-  for state in boundary.attributes.states.values():
-    if state.numbers:
-      pairs = [(e, _recorded(value, boundary)) for e, value in state.numbers.items()]
-      changes.append((SetNumbers(tuple(pairs)), None))
-  return changes, recorded
+  return written, recorded, reshapes
 
 
 def _recorded(value, boundary: Boundary) -> Any:
@@ -345,7 +353,9 @@ def _scalar_tensor(number, dtype: torch.dtype) -> torch.Tensor:
   return torch.tensor(number, dtype=dtype, device="cpu")
 
 
-def _of_arguments(boundary: Boundary, inner: list) -> Iterator[tuple[Change, Any]]:
+def _of_argument_gradients(
+  boundary: Boundary, inner: list
+) -> Iterator[tuple[Change, Any]]:
   """Yield the changes of the `.grad` of arguments."""
   indices = {id(value): index for index, value in enumerate(inner)}
   for each in boundary.argument_gradients.values():

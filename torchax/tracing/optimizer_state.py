@@ -159,30 +159,8 @@ class State:
         self.numbers[entry] = number
     found: list[tuple[StateTarget, torch.Tensor]] = []
     for parameter, entries in self.optimizer.state.items():
-      if not isinstance(entries, dict):
-        continue
-      before = self._before.get(parameter, {})
-      for name, value in entries.items():
-        if name in before and before[name] is value:
-          continue
-        entry = Entry(self.optimizer, Identity(parameter), name)
-        if is_born_in(value, boundary):
-          if self._can_take_over(before.get(name), value):
-            before[name]._storage.write(value.jax())
-            continue
-          owners = Identity(self.optimizer), Identity(parameter)
-          found.append((StateTarget(*owners, name), value))
-        elif isinstance(value, HostNumber):
-          if value.node != entry:
-            self.numbers[entry] = value
-        elif is_equal(before.get(name), value):
-          continue
-        elif is_constant(value) and counted_state(self.optimizer, boundary):
-          self.numbers[entry] = value
-        else:
-          raise host_state_error(self.optimizer, name)
-      for name in before.keys() - entries.keys():
-        raise host_state_error(self.optimizer, name)
+      if isinstance(entries, dict):
+        found += self._extract_from_entries(parameter, entries, boundary)
     if found and not assigns:
       name = type(self.optimizer).__name__
       raise TracedStateError(
@@ -191,6 +169,31 @@ class State:
       )
     self.undo()
     return found
+
+  def _extract_from_entries(
+    self, parameter, entries: dict, boundary: Boundary
+  ) -> Iterator[tuple[StateTarget, torch.Tensor]]:
+    """Yield the entries of a parameter that are results; add to `numbers`."""
+    before = self._before.get(parameter, {})
+    for name in before.keys() - entries.keys():
+      raise host_state_error(self.optimizer, name)
+    for name, value in entries.items():
+      if name in before and before[name] is value:
+        continue
+      entry = Entry(self.optimizer, Identity(parameter), name)
+      if is_born_in(value, boundary):
+        if self._can_take_over(before.get(name), value):
+          before[name]._storage.write(value.jax())
+        else:
+          owners = Identity(self.optimizer), Identity(parameter)
+          yield StateTarget(*owners, name), value
+      elif isinstance(value, HostNumber):
+        if value.node != entry:
+          self.numbers[entry] = value
+      elif not is_equal(before.get(name), value):
+        if not (is_constant(value) and counted_state(self.optimizer, boundary)):
+          raise host_state_error(self.optimizer, name)
+        self.numbers[entry] = value
 
   def _extract_from_container(
     self, name: str, before: dict, now: dict, boundary: Boundary

@@ -94,16 +94,19 @@ def _no_hooks():
 _requires_grad = operator.attrgetter("requires_grad")
 
 
-def _with_copies(inner: list, specialization: Specialization) -> list:
-  """Return the argument leaves for the function, the `copied` ones as copies."""
-  if not specialization.copied:
-    return inner
+def _with_copies(inner: list, specialization: Specialization) -> tuple[list, list]:
+  """Return the argument leaves for the function, the `copied` ones as copies.
+
+  The second list has the storage and the chain of each that is a tensor, or None.
+  """
   given = list(inner)
   for index in specialization.copied:
     given[index] = inner[index].clone()
-  for index, earlier in specialization.same:
+  for index, earlier in specialization.same if specialization.copied else ():
     given[index] = given[earlier]
-  return given
+  return given, [
+    (v._storage, v._chain) if isinstance(v, Tensor) else None for v in given
+  ]
 
 
 def _owner(tensor: torch.Tensor) -> torch.Tensor:
@@ -324,20 +327,15 @@ class Traced:
         for value in inner
         if isinstance(value, Tensor) and value.requires_grad
       }
-      given = _with_copies(inner, specialization)
-      born = [
-        (value._storage, value._chain) if isinstance(value, Tensor) else None
-        for value in given
-      ]
+      given, born = _with_copies(inner, specialization)
       out = self._call(given, treedef, specialization, needs)
       arrays = arrays_of(out)
       assigned = boundary.attributes.extract(boundary, self.options.assigns)
       needs += self._follow_gradients(boundary)
       needs += self._follow_gradients_of_arguments(boundary, inner)
       missing = self.captures.missing(boundary, tensors) if self.options.lifts else []
-      captures = [*tensors, *missing]
       changes, recorded = collect(
-        boundary, inner, given, born, specialization, captures
+        boundary, inner, given, born, specialization, [*tensors, *missing]
       )
       assigned += recorded
       effects = Effects.of(changes, assigned)
