@@ -399,6 +399,63 @@ def test_gradients_reach_the_traced_index(loss):
   assert_same(tensor.grad, cpu.grad)
 
 
+def _put(method, accumulate=False):
+  return lambda t, mask, v: method(t * 1, (mask,), v[0], accumulate)
+
+
+def _where(index, value=lambda v: v):
+  """Return a function that assigns where a mask is True, to a copy."""
+
+  def write(t, mask, v):
+    t = t * 1
+    t[index(mask)] = value(v)
+    return t
+
+  return write
+
+
+# Values of shape (2, 1, 6): the mask is True at one of two rows.
+MASKED_WRITES = {
+  "row": _where(lambda m: (slice(None), m)),
+  "rows": _where(lambda m: torch.stack([m, ~m]), lambda v: v[:, 0]),
+  "vector": _where(lambda m: m, lambda v: v[1, 0]),
+  "leading_ones": _where(lambda m: m, lambda v: v[None, :1]),
+  "number": _where(lambda m: m, lambda v: v[0, 0, 0]),
+  "number_of_other_dtype": _where(lambda m: m, lambda v: v[0, 0, :1].bfloat16()),
+  "uint8": _where(lambda m: (0, m.byte(), slice(2, None)), lambda v: v[0, :, 2:]),
+  "no_rows": _where(lambda m: m & ~m, lambda v: v[:0]),
+  "0d": _where(lambda m: m.any(), lambda v: v),
+  "index_put": _put(torch.index_put),
+  "index_put_": _put(torch.Tensor.index_put_),
+  "accumulate": _put(torch.Tensor.index_put, True),
+  "under_func": lambda t, mask, v: torch.func.grad(
+    lambda v: (_where(lambda m: (..., m, slice(None)))(t * v, mask, v) ** 3).sum()
+  )(v),
+}
+
+
+@pytest.mark.parametrize("write", MASKED_WRITES.values(), ids=MASKED_WRITES)
+def test_values_assigned_by_a_traced_mask_have_gradients(write):
+  def gradients(t, mask, v):
+    return torch.autograd.grad((write(t, mask, v) ** 2).sum(), (t, v))
+
+  mask, values = torch.tensor([False, True]), floats(2, 1, 6) + 1
+  inputs = [CUBE.clone().requires_grad_(), mask, values.requires_grad_()]
+  actual = jax_jit(gradients)(*map(to_jax, inputs))
+  assert_same(actual, gradients(*inputs))
+
+
+def test_values_that_do_not_fit_a_traced_mask_are_refused():
+  write = jax_jit(_where(lambda m: m))
+  t, mask = CUBE.to("jax"), torch.tensor([False, True], device="jax")
+  for values, message in (
+    (torch.ones(2, 5), "shape mismatch"),
+    (torch.ones(2, 6, dtype=torch.float16), "dtypes match"),
+  ):
+    with pytest.raises(RuntimeError, match=message):
+      write(t, mask, to_jax(values.requires_grad_()))
+
+
 def _change_of_a_recorded_read(t, i):
   doubled = t * 2
   doubled[i].mul_(2)

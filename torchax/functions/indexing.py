@@ -40,16 +40,37 @@ def _getitem_handler(args, kwargs):
 
 def _setitem_handler(args, kwargs):
   tensor, index, value = args
-  if not isinstance(tensor, Tensor):
-    return _setitem(tensor, index, value)
+  if not isinstance(tensor, Tensor):  # wrappers of `torch.func` among them
+    put = write if _derives_by_mask(index, value) else _setitem
+    return put(tensor, index, value)
   if isinstance(value, bool | int | float | complex):
     parts = index if type(index) is tuple else (index,)
     if all(type(part) in _VIEW_PARTS for part in parts):
       return _fill(tensor, _getitem(tensor, index), value)
   index, value = normalize_index(index, tensor), _value_of(value, tensor)
-  if _needs_steps(index):
+  if _needs_steps(index) or _derives_by_mask(index, value):
     return write(tensor, index, value)
   return _setitem(tensor, index, value)
+
+
+def _index_put_handler(func):
+  def handler(args, kwargs):
+    """Write with a gradient of known shape."""
+    tensor, indices, values, accumulate = _index_put_arguments(*args, **kwargs)
+    if not _derives_by_mask(tuple(indices), values):
+      return func(*args, **kwargs)
+    result = _put_by_mask(tensor, indices, values, accumulate)
+    return tensor.copy_(result) if func in _IN_PLACE else result
+
+  return handler
+
+
+def _index_put_arguments(self, indices, values, accumulate=False):
+  return self, indices, values, accumulate
+
+
+_INDEX_PUT = [torch.index_put, torch.Tensor.index_put]
+_IN_PLACE = [torch.index_put_, torch.Tensor.index_put_]
 
 
 # Parts of an index that give a view.
@@ -106,6 +127,21 @@ def _needs_steps(index) -> bool:
     return True
   is_number = isinstance(index, Tensor) and not index.dtype.is_floating_point
   return is_number and is_traced(index)
+
+
+def _derives_by_mask(index, value) -> bool:
+  """Return True to assign a value with a gradient where a single traced mask is True.
+
+  torch's backward pass would read the gradient with `x[mask]`, whose shape is unknown.
+  """
+  needs_gradient = isinstance(value, torch.Tensor) and value.requires_grad
+  if not (needs_gradient and torch.is_grad_enabled()):
+    return False
+  parts = index if type(index) is tuple else (index,)
+  tensors = [part for part in parts if isinstance(part, torch.Tensor)]
+  if len(tensors) != 1 or not isinstance(mask := tensors[0], Tensor):
+    return False
+  return mask.dtype in _MASKS and is_traced(mask)
 
 
 def _value_of(value, tensor: Tensor):
@@ -281,7 +317,12 @@ def write(tensor: Tensor, index, value) -> None:
   subscript = _Subscript(index, tensor)
   view = _getitem(tensor, subscript.basic)
   if not subscript.traced:
-    _setitem(view, subscript.rest, value)
+    if _derives_by_mask(subscript.rest, value):
+      indices = [None if part is _ALL else part for part in subscript.rest]
+      value = _without_leading_ones(value, len(indices))
+      view.copy_(_put_by_mask(view, indices, value))
+    else:
+      _setitem(view, subscript.rest, value)
     return
   indices: list = [None] * view.dim()
   for dim, number in subscript.traced:
@@ -296,11 +337,41 @@ def write(tensor: Tensor, index, value) -> None:
       f"{type(value).__name__}."
     )
   value = value.to(tensor.device, tensor.dtype)
-  # As in any assignment, leading dimensions of size 1 are dropped.
-  surplus = max(0, value.dim() - (view.dim() - len(subscript.traced)))
-  if value.shape[:surplus].numel() == 1:
-    value = value.reshape(value.shape[surplus:])
+  value = _without_leading_ones(value, view.dim() - len(subscript.traced))
   aten.index_put_(view, indices, value)
+
+
+def _without_leading_ones(value: torch.Tensor, dims: int) -> torch.Tensor:
+  """Drop leading dimensions of size 1 beyond `dims`, as in any assignment."""
+  surplus = max(0, value.dim() - dims)
+  if value.shape[:surplus].numel() == 1:
+    return value.reshape(value.shape[surplus:])
+  return value
+
+
+def _put_by_mask(tensor: Tensor, indices, values: Tensor, accumulate=False) -> Tensor:
+  """Return a copy of a tensor with values where the mask among its indices is True.
+
+  The k-th True takes the k-th row of the values; a single row is broadcast. All shapes
+  are fixed, in the backward pass too.
+  """
+  with torch.no_grad():
+    aten.index_put(tensor, indices, values, accumulate)  # raises torch's errors
+  axis = next(n for n, index in enumerate(indices) if index is not None)
+  mask = indices[axis].bool()
+  before, after = tensor.shape[:axis], tensor.shape[axis + mask.dim() :]
+  rows = values.shape[-1 - len(after)] if values.dim() > len(after) else 1
+  values = values.to(tensor.dtype).expand(*before, rows, *after)
+  if not rows:
+    return tensor + values.sum()  # adds 0, with an empty gradient
+  shape = torch.Size([1] * mask.dim())
+  if rows > 1:
+    order = mask.flatten().cumsum(0) - 1
+    values = values.index_select(axis, order.clamp(0, rows - 1))
+    shape = mask.shape
+  values = values.reshape(*before, *shape, *after)
+  mask = mask.reshape(*mask.shape, *[1] * len(after))
+  return torch.where(mask, tensor + values if accumulate else values, tensor)
 
 
 def _tensor_split(func):
@@ -321,6 +392,8 @@ def register_functions(env) -> None:
   """Add the handlers of subscripts and of `tensor_split` to an environment."""
   env.functions.add(_getitem, _getitem_handler)
   env.functions.add(_setitem, _setitem_handler)
+  for func in (*_INDEX_PUT, *_IN_PLACE):
+    env.functions.add(func, _index_put_handler(func))
   for func in (torch.tensor_split, torch.Tensor.tensor_split):
     env.functions.add(func, _tensor_split(func))
 
