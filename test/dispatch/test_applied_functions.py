@@ -400,6 +400,65 @@ def test_torch_gradient_inside_jit_uses_the_backward():
   assert_same(found, 7 * X * X)
 
 
+class Adjoint(torch.autograd.Function):
+  """`f(x)`, whose backward differentiates a second call of `f` by its parameters."""
+
+  @staticmethod
+  def forward(ctx, f, x, *parameters):
+    ctx.f = f
+    ctx.save_for_backward(x, None, *parameters)
+    return f(x)
+
+  @staticmethod
+  def backward(ctx, gradient):
+    x, _, *parameters = ctx.saved_tensors
+    with torch.enable_grad():
+      x = x.detach().requires_grad_()
+      found = torch.autograd.grad(ctx.f(x), (x, *parameters), gradient)
+    return None, *found
+
+
+PARAMETERS = {
+  "leaf": lambda weight: weight,
+  "product": lambda weight: weight * 3,
+  "view": lambda weight: (weight * 3)[:1],
+}
+
+
+@pytest.mark.parametrize("parameter", PARAMETERS.values(), ids=PARAMETERS)
+@pytest.mark.parametrize("jits", ["loss", "step"])
+def test_backward_differentiates_by_parameters_of_a_closure(jits, parameter):
+  def loss(x, weight):
+    scaled = parameter(weight)
+    return (Adjoint.apply(lambda x: (x * scaled).sin(), x, scaled) ** 2).sum()
+
+  def step(x, weight):
+    return torch.autograd.grad(loss(x, weight), (x, weight))
+
+  inputs = [X.clone().requires_grad_(), W.clone().requires_grad_()]
+  on_jax = [X.to("jax").requires_grad_(), W.to("jax").requires_grad_()]
+  if jits == "step":
+    found = jax_jit(step)(*on_jax)
+  else:
+    found = torch.autograd.grad(jax_jit(loss)(*on_jax), on_jax)
+  assert_same(found, step(*inputs))
+
+
+def test_jax_differentiates_by_parameters_of_a_closure():
+  def loss(weight, x):
+    return (Adjoint.apply(lambda x: (x * weight).sin(), x, weight) ** 2).sum()
+
+  actual = jax_value_and_grad(loss)(W.to("jax"), X.to("jax"))
+  weight = W.clone().requires_grad_()
+  expected = loss(weight, X.clone().requires_grad_())
+  assert_same(actual, (expected.detach(), *torch.autograd.grad(expected, weight)))
+  hessian = jax.hessian(jax_view(loss))(W.to("jax").jax(), X.to("jax").jax())
+  expected = torch.autograd.functional.hessian(
+    lambda weight: ((X * weight).sin() ** 2).sum(), W
+  )
+  assert_same(torchax.interop.torch_view(hessian), expected)
+
+
 class Noise(torch.autograd.Function):
   """Dropout whose mask is drawn in the forward pass."""
 

@@ -7,7 +7,8 @@ of higher order flow through arguments and results. `register` makes torch call 
 module for every `Function.apply`.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -61,6 +62,32 @@ def _replace_arrays(arrays, tensors) -> tuple[Tensor, ...]:
   return torch_compat.apply_function(_ReplaceArrays, arrays, *tensors)
 
 
+@contextlib.contextmanager
+def _requiring_gradients(tensors: Sequence[Tensor]) -> Iterator[None]:
+  """Let torch's autograd record operations on the tensors, in this context only."""
+  changed = [t for t in tensors if not (t.requires_grad or t.is_inference())]
+  for tensor in changed:
+    tensor.requires_grad_()
+  try:
+    yield
+  finally:
+    for tensor in changed:
+      tensor.requires_grad_(False)
+
+
+def _argument_of(saved):
+  """Return the argument that a saved tensor is a copy of, unless it has changed.
+
+  Adjoint methods differentiate a second call of a closure by such arguments, which the
+  closure reads directly.
+  """
+  source = getattr(saved, "_copied_from", None)
+  if source is None:
+    return saved
+  argument, version = source
+  return argument if argument._version == version else saved
+
+
 class _Call:
   """Call of a function with arguments that JAX differentiates.
 
@@ -99,7 +126,7 @@ class _Call:
 
   def _forward(self, function):
     apply = torch_compat.apply_with_saved_scope(
-      grad_mode.accessing_saved_tensors, function
+      grad_mode.accessing_saved_tensors, _argument_of, function
     )
     with torch_compat.at_top_level(), torch.enable_grad():
       sources = [new_tensor(array, self.env) for array in self.stopped]
@@ -116,12 +143,19 @@ class _Call:
         args[index] = tensor
       with grad_mode.forward_pass(is_stopped=True), grad_mode.accessing_saved_tensors():
         out = apply(*args)
+    for index, (tensor, input) in enumerate(zip(self.tensors, inputs)):
+      if input.jax() is not self.stopped[index]:
+        continue
+      # For a view, JAX would lose the second derivative by the saved values.
+      if tensor.requires_grad or tensor.jax() is self.arrays[index]:
+        input._copied_from = tensor, tensor._version
     return sources, inputs, out
 
   def _results(self, sources, recorded) -> Sequence[Tensor]:
     raw = [tensor.jax() for tensor in recorded]
-    backward = _Backward.trace(sources, recorded, self.is_recorded, self.env)
-    rest = backward.bind_constants([*raw, *self.stopped])
+    with _requiring_gradients(self.tensors):
+      backward = _Backward.trace(sources, recorded, self.is_recorded, self.env)
+    rest = backward.bind_constants([*raw, *self.stopped], [*raw, *self.arrays])
     outputs = list(map(lax.stop_gradient, raw))
     arrays = with_derivative(backward, outputs, self.arrays, rest)
     if self.is_recorded:
@@ -189,18 +223,24 @@ class _Backward:
 
     return cls(list(closed.consts), run)
 
-  def bind_constants(self, known: list) -> list:
-    """Map the constants to positions among the residuals, which begin with `known`.
+  def bind_constants(self, *known: list) -> list:
+    """Map the constants to positions among the residuals.
+
+    Args:
+      *known: the first residuals; each list has other copies of the same arrays.
 
     Returns:
       The constants that are not known, which extend the residuals.
     """
-    indices = {id(array): index for index, array in reversed(list(enumerate(known)))}
+    indices: dict[int, int] = {}
+    for copies in known:
+      for position, array in enumerate(copies):
+        indices.setdefault(id(array), position)
     rest: list[Any] = []
     for constant in self._constants:
       index = indices.get(id(constant))
       if index is None:
-        index = len(known) + len(rest)
+        index = len(known[0]) + len(rest)
         rest.append(constant)
       self._indices.append(index)
     self._constants = []

@@ -97,12 +97,15 @@ def intercept_applied_functions(handler) -> None:
     patch(torch.autograd.Function, "apply", classmethod(apply), _FUNCTIONS)
 
 
-def apply_with_saved_scope(scope, function: type[torch.autograd.Function]):
-  """Return an `apply` of the function that enters `scope()` to read saved tensors."""
+def apply_with_saved_scope(scope, replace, function: type[torch.autograd.Function]):
+  """Return an `apply` of the function, with other saved tensors.
+
+  Reading these enters `scope()` and returns `replace(tensor)` for each.
+  """
 
   def saved_tensors(ctx):
     with scope():
-      return super(node, ctx).saved_tensors
+      return tuple(map(replace, super(node, ctx).saved_tensors))
 
   members = {"__module__": function.__module__, "__qualname__": function.__qualname__}
   same = type(function)(function.__name__, (function,), members)
