@@ -235,6 +235,7 @@ def _compose() -> None:
   torch_compat.replace_inductor(fx.is_on_jax, generator.Generator)
   torch_compat.accept_jax_in_flex_attention()
   patch(torch, "Generator", device_module.Generator, 'torch.Generator(device="jax")')
+  torch_compat.compile_as_generator(device_module.Generator)
   generator.register(lambda kind: kind == "cuda" and _means_jax(kind))
   factories.register_kernels()
   higher_order.register_kernels()

@@ -1,4 +1,4 @@
-"""`torch.jit.trace`: recording of operations above and below its dispatch key."""
+"""`torch.jit`: generators in scripts; operations above and below the key of `trace`."""
 
 import contextlib
 import threading
@@ -17,6 +17,18 @@ _trace_state = private.find("torch._C._get_tracing_state", _TORCHSCRIPT)
 _set_trace_state = private.find("torch._C._set_tracing_state", _TORCHSCRIPT)
 _parse_key = private.find("torch._C._dispatch_key_parse", _TORCHSCRIPT)
 _exclude_key = private.find("torch._C._SetExcludeDispatchKeyGuard", _TORCHSCRIPT)
+
+_register_builtin = private.find(
+  "torch.jit._builtins._register_builtin",
+  "torch.Generator in torch.jit.script",
+  instead=None,
+)
+
+
+def compile_as_generator(cls: type) -> None:
+  """Make `torch.jit.script` compile calls of `cls` as calls of torch's generator."""
+  if _register_builtin is not None:
+    _register_builtin(cls, "aten::Generator")
 
 
 def _with_key() -> contextlib.AbstractContextManager:
