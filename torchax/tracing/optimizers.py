@@ -231,9 +231,9 @@ class _Step:
     if refused:
       self._groups.restore()
       raise TracedStateError(
-        f"{type(self._optimizer).__name__} changes {refused[0]!r} of its parameter "
-        "groups in a step, which a compiled function does only while it is traced. Run "
-        "its steps eagerly."
+        f"{type(self._optimizer).__name__} changes {refused[0]!r} of its settings in a "
+        "step, which a compiled function does only while it is traced. Run its steps "
+        "eagerly."
       )
     if constants:
       raise NewOperands([functools.partial(followed.update, constants)])
@@ -274,6 +274,7 @@ def _traced_group(optimizer: torch.optim.Optimizer, number: int) -> dict:
   """Return a copy of a parameter group for a traced step, with numbers as operands."""
   original = optimizer.param_groups[number]
   group = dict(original)
+  is_of_torch = optimizer_state.is_of_torch(optimizer)
   counts_when_fused = _counts_when_fused(optimizer)
   if group.get("capturable") is False:
     group["capturable"] = True
@@ -282,9 +283,7 @@ def _traced_group(optimizer: torch.optim.Optimizer, number: int) -> dict:
   elif counts_when_fused:
     group["fused"], group["foreach"] = True, False
   for name, value in original.items():
-    counts = isinstance(value, torch.Tensor) and not optimizer_state.is_of_torch(
-      optimizer
-    )
+    counts = isinstance(value, torch.Tensor) and not is_of_torch
     if _is_number(value) and not counts:
       group[name] = HostNumber(Entry(optimizer, number, name))
       if name == "lr" and counts_when_fused:
@@ -332,7 +331,6 @@ def _install() -> Callable[[], None]:
     register_optimizer_step_pre_hook(_begin_step),
     register_optimizer_step_post_hook(_end_step),
   )
-
   undo_math = patch_math(HostNumber, calculate)
 
   def remove() -> None:
