@@ -219,6 +219,10 @@ NOT_DENSE = {
   "dequantize": (lambda: SQUARE.to("jax").dequantize(), "cpu"),
   "as_nested": (lambda: torch.nested.as_nested_tensor([SQUARE.to("jax")]), "cpu"),
   "coo of jax tensors": (lambda: torch.sparse_coo_tensor(*coordinates("jax")), "cpu"),
+  "spdiags": (
+    lambda: torch.sparse.spdiags(SQUARE.to("jax"), torch.arange(2), (2, 2)),
+    "cpu",
+  ),
   "coo with device": (
     lambda: torch.sparse_coo_tensor(*coordinates("cpu"), device="jax"),
     "to_dense",

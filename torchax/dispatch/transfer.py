@@ -134,6 +134,7 @@ _REFUSED = {
     aten._sparse_coo_tensor_unsafe,
     aten._sparse_coo_tensor_with_dims_and_tensors,
     aten._sparse_compressed_tensor_unsafe,
+    aten._spdiags,
     aten.is_coalesced,
     aten.sparse_compressed_tensor,
     aten.sparse_mask,
