@@ -243,6 +243,8 @@ class Collecting(optim.Optimizer):
   def __init__(self, params, change):
     super().__init__(params, {"lr": 0.1})
     self.change = change
+    self.options: dict = {}
+    self.options["options"] = self.options
 
   @torch.no_grad()
   def step(self):

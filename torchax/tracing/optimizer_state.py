@@ -266,12 +266,15 @@ def _containers_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple]:
 
   Each comes with the name of the entry that has it, and with its items.
   """
+  seen: set[int] = set()
   attributes = {n: v for n, v in vars(optimizer).items() if n not in _TABLES}
   for table in (attributes, *optimizer.param_groups, *optimizer.state.values()):
     for name, value in table.items() if isinstance(table, dict) else ():
       parts = [value]
       for part in parts:
-        if isinstance(part, list | dict | collections.deque):
+        is_container = isinstance(part, list | dict | collections.deque)
+        if is_container and id(part) not in seen:
+          seen.add(id(part))
           items = dict(_items(part))
           parts += items.values()
           yield name, part, items
