@@ -11,6 +11,7 @@ from torch import nn
 from torch._dynamo import convert_frame
 
 import torchax
+from torchax.tracing.modules import writes
 
 PACKAGE = pathlib.Path(torchax.__file__).parent
 # It has the `forward` of encoders on jax, which is compiled like torch's.
@@ -77,6 +78,7 @@ PROGRAMS = [transform, initialize_lazily, save, copy_deeply, differentiate, take
 @pytest.mark.parametrize("run", PROGRAMS, ids=lambda run: run.__name__)
 def test_code_after_a_graph_break(run, device, backend):
   """Dynamo compiles the user's code, and none of torchax."""
+  writes.watch(nn.ReLU())  # as if a compiled function had run a module
   compiled = set()
 
   def after_break(x):

@@ -3,11 +3,13 @@
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.nn.utils import prune
 
 import torchax
 from torchax.errors import MutationError
 from torchax.interop import JittableModule, gradient_checkpoint, jax_jit
+from torchax.tracing.modules import writes
 
 X = torch.ones(4, 3)
 
@@ -293,3 +295,20 @@ def test_a_parameter_that_is_a_view_is_trained(form):
   FORMS[form](model)(X.to("jax")).backward()
   assert torch.equal(model.first.grad.cpu(), torch.full((3,), 4.0))
   assert torch.equal(model.second.grad.cpu(), torch.full((3,), 8.0))
+
+
+class _Assigning(nn.Module):
+  def forward(self, x):
+    self.seen = x
+    return x * 2
+
+
+def test_dynamo_does_not_guard_on_the_watched_modules():
+  jax_jit(nn.Linear(2, 2, device="jax"))(torch.ones(2, device="jax"))
+  module, counter = _Assigning(), CompileCounter()
+  compiled = torch.compile(module, backend=counter, fullgraph=True)
+  for _ in range(2):
+    assert compiled(torch.ones(2)).tolist() == [2, 2]
+    assert module.seen.tolist() == [1, 1]
+    writes.watch(module)
+  assert counter.frame_count == 1

@@ -81,7 +81,8 @@ def _follow_assignments() -> None:
   def counted(original: Callable) -> Callable:
     @functools.wraps(original)
     def assign(self, *args):
-      if id(self) in watched:
+      # Dynamo, which compiles this function too, would guard on all watched modules.
+      if not torch.compiler.is_dynamo_compiling() and id(self) in watched:
         writes.count += 1
       return original(self, *args)
 
@@ -91,6 +92,9 @@ def _follow_assignments() -> None:
   patch(cls, "__setattr__", counted(cls.__setattr__), reason)
   patch(cls, "__delattr__", counted(cls.__delattr__), reason)
   _following.append(cls.__setattr__)
+
+
+torch_compat.keep_from_dynamo(_follow_assignments, with_calls=False)
 
 
 class Values:
