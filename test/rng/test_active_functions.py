@@ -8,9 +8,11 @@ import jax
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._higher_order_ops.scan import scan
 from torch.utils.checkpoint import checkpoint
 
 import torchax
+import torchax.dynamo
 from torchax.compat.torch_compat import active_functions
 from torchax.interop import JittableModule, gradient_checkpoint, jax_jit
 from torchax.rng import RngState, paths
@@ -94,6 +96,35 @@ def test_torch_is_restored_when_an_environment_is_deleted(nobody_asks):
   assert _is_followed()
   del env
   gc.collect()
+  assert torch.nn.Module.__call__ is original
+
+
+class Scanning(torch.nn.Module):
+  def __init__(self):
+    super().__init__()
+    self.layer = torch.nn.Dropout(0.5)
+
+  def forward(self, x):
+    return scan(lambda total, row: (total + row, self.layer(row) * 2), x[0] * 1, x)[1]
+
+
+def test_an_owner_may_be_deleted_while_torch_compiles(nobody_asks):
+  class Owner:
+    """Object that needs the paths of modules."""
+
+  original = torch.nn.Module.__call__
+  owners = [Owner()]
+  active_functions.following.hold_for(owners[0])
+
+  def backend(graph, inputs):
+    owners.clear()
+    return graph.forward
+
+  compiled = torch.compile(Scanning(), backend=backend, fullgraph=True)
+  assert compiled(torch.ones(4, 3)).shape == (4, 3)
+  assert not owners
+  with active_functions.following.hold():
+    pass
   assert torch.nn.Module.__call__ is original
 
 

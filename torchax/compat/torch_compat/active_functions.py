@@ -16,6 +16,7 @@ import torch
 
 from torchax.compat.patches import PATCHES, patch
 from torchax.compat.torch_compat import named_scopes
+from torchax.compat.torch_compat.graphs import is_compiling
 
 # Class attribute of modules that wrap another one: name of the attribute with it.
 TRANSPARENT = "_is_transparent_to_sites"
@@ -193,8 +194,13 @@ class _Following:
     """Track calls until `release`, or until `owner` is deleted."""
     with self._lock:
       # The oldest callback runs last: the set has lost the owner by then.
-      weakref.finalize(owner, self.update).atexit = False
+      weakref.finalize(owner, self._forget).atexit = False
       self._owners.add(owner)
+      self.update()
+
+  def _forget(self) -> None:
+    # Dynamo may be about to guard on the wrapper; the next update restores it then.
+    if not is_compiling():
       self.update()
 
   def release(self, owner) -> None:

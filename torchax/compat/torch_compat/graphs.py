@@ -341,10 +341,14 @@ def is_tracing_fakes() -> bool:
   return is_tracing() and _dispatch_mode(_fake_mode) is not None
 
 
+def is_compiling() -> bool:
+  """Return True while `torch.compile` compiles on this thread, its guards included."""
+  return _CompileContext.current_compile_id() is not None
+
+
 def is_for_backend(tensor: torch.Tensor) -> bool:
   """Return True for AOTAutograd's wrapper of a fake tensor inside `torch.compile`."""
-  is_compiling = _CompileContext.current_compile_id() is not None
-  return is_compiling and isinstance(tensor, _FunctionalTensor)
+  return is_compiling() and isinstance(tensor, _FunctionalTensor)
 
 
 def to_fake(tensor: torch.Tensor) -> torch.Tensor:
