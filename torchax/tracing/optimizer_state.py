@@ -79,7 +79,7 @@ class Groups:
         f"`{boundary.name}` changes {changed[0]!r} of the parameter groups of "
         f"{type(self._optimizer).__name__}, which a compiled function does only while "
         "it is traced. Step a learning-rate schedule after the call: the next call "
-        "reads the new number."
+        "reads the new number. Run an optimizer that wraps this one eagerly."
       )
 
   def restore(self) -> None:
