@@ -469,12 +469,12 @@ def jax_jit(
 
   >>> import torch, torchax
   >>> drop = jax_jit(lambda x: torch.nn.functional.dropout(x, 0.5))
-  >>> x = torch.ones(4, device="jax")
+  >>> x = torch.ones(100, device="jax")
   >>> torch.equal(drop(x), drop(x))
   False
   >>> power = jax_jit(lambda x, n: x**n, static_argnums=1)
-  >>> power(x + 1, 3)
-  tensor([8., 8., 8., 8.], device='jax:0')
+  >>> power(x[:2] + 1, 3)
+  tensor([8., 8.], device='jax:0')
   >>> mean = jax_jit(lambda x: x.mean(), buckets={"x": {0: "pow2"}})
   >>> mean(x)
   tensor(1., device='jax:0')
