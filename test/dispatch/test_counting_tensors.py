@@ -76,6 +76,22 @@ def test_a_compiled_step_counts_as_torch(rate):
   assert compilations == (6 if rate in OF_VALUES else 2)
 
 
+def test_a_product_with_a_jax_tensor_has_its_shape():
+  model = torch.nn.Linear(3, 2, device="jax")
+  shapes = []
+
+  def rate(count, rate):
+    count += 1
+    product = model.bias * count
+    shapes.append((product.shape, torch.add(input=rate, other=count).shape))
+    return product.sum() * 0
+
+  optimizer = Counting(model.parameters(), rate)
+  training_step(model, optimizer, X.to("jax"))
+  jax_jit(lambda x: training_step(model, optimizer, x))(X.to("jax"))
+  assert set(shapes) == {((2,), ())}
+
+
 def _exponential(count, rate):
   return rate * count.exp_()
 

@@ -98,6 +98,8 @@ def call(numbers: dict[int, tuple], func: Callable, args: tuple, kwargs: dict):
 
 def _calculate(numbers: dict[int, tuple], name: str, args: tuple, kwargs: dict):
   """Return the result of arithmetic on counting tensors; None for other functions."""
+  if not args:
+    return None
   first, *others = [_number_of(numbers, arg) for arg in args]
   if not all(isinstance(number, HostNumber | float | int) for number in others):
     return None
@@ -109,6 +111,8 @@ def _calculate(numbers: dict[int, tuple], name: str, args: tuple, kwargs: dict):
       number = _CHANGES[name](_number_of(numbers, tensor), *others, **kwargs)
       numbers[id(tensor)] = (tensor, number)
     return args[0]
+  if not isinstance(first, HostNumber | float | int):  # such as a jax tensor
+    return None
   if name == "item":
     return first
   if name in _COMPARISONS:
