@@ -132,6 +132,17 @@ def test_two_steps_in_one_compiled_function_count_twice(count):
     _check(twice(X.to("jax")), expected(), plain, optimizer)
 
 
+def test_a_cleared_state_starts_again_and_is_only_read():
+  expected, step, plain, optimizer = _pair(COUNTS["a parameter"])
+  for _ in range(2):
+    _check(step(X.to("jax")), expected(), plain, optimizer)
+  for each in (plain, optimizer):
+    each.state.clear()
+  torchax.explain(step, X.to("jax"))
+  assert not optimizer.state
+  _check(step(X.to("jax")), expected(), plain, optimizer)
+
+
 def test_a_failed_trace_restores_the_numbers():
   _, once, _, optimizer = _pair(COUNTS["a parameter"], lambda step: step)
   once(X.to("jax"))

@@ -173,6 +173,9 @@ class Entry(Expression):
 
   def set(self, value) -> None:
     """Set the entry of the optimizer; a tensor keeps its identity."""
+    optimizer = self.optimizer()
+    if optimizer is not None and isinstance(self.owner, Identity):
+      optimizer.state.setdefault(self.owner.value, {})
     table = self._table()
     known = table.get(self.name)
     if isinstance(known, torch.Tensor) and isinstance(value, float | int):
@@ -187,7 +190,7 @@ class Entry(Expression):
     if optimizer is None or self.owner is None:
       return {} if optimizer is None else vars(optimizer)
     if isinstance(self.owner, Identity):
-      return optimizer.state.setdefault(self.owner.value, {})
+      return optimizer.state.get(self.owner.value, {})
     groups = optimizer.param_groups
     return groups[self.owner] if self.owner < len(groups) else {}
 
