@@ -156,18 +156,16 @@ def _distinct_rows(args) -> list:
     return args
   first: dict[tuple, int] = {}
   for row, parts in enumerate(zip(*lists)):
-    types = [tensor_types(part) or _key_of_number(part) for part in parts]
+    # The value of a symbolic number would become a guard.
+    numbers = [None if isinstance(part, torch.SymFloat) else part for part in parts]
+    types = [
+      tensor_types(part) or (type(part), number) for part, number in zip(parts, numbers)
+    ]
     first.setdefault(tuple(types), row)
   return [
     [arg[row] for row in first.values()] if is_list else arg
     for arg, is_list in zip(args, are_lists)
   ]
-
-
-def _key_of_number(number) -> tuple:
-  # The value of a symbolic number would become a guard.
-  is_symbolic = isinstance(number, torch.SymFloat)
-  return type(number), None if is_symbolic else number
 
 
 def _on_device(name: str, op, kwargs) -> dict | None:
