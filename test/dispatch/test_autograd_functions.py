@@ -4,15 +4,17 @@ Gradients of operations are tested in `test_autograd.py`.
 """
 
 import contextlib
+import copy
 
 import jax.numpy as jnp
+import pytest
 import torch
 from compare import assert_close, assert_same, to_jax
 from gradients import A, B, both, env, leaf, same_gradients
 from ops.harness import ints
 
 from torchax.dispatch import autograd
-from torchax.interop import jax_jit
+from torchax.interop import JittableModule, jax_jit, jax_value_and_grad
 from torchax.ops.jtorch import register_function
 from torchax.registry import operators
 
@@ -43,6 +45,106 @@ def test_autograd_function_uses_its_backward():
     )
     first.sum().backward()
   assert_same(x.grad, cpu.grad)
+
+
+class Reversible(torch.autograd.Function):
+  """`x + module(x)`, whose backward adds to the `.grad` of the module's parameters."""
+
+  @staticmethod
+  def forward(ctx, x, module):
+    ctx.module = module
+    ctx.save_for_backward(x)
+    return x + module(x)
+
+  @staticmethod
+  def backward(ctx, gradient):
+    x = ctx.saved_tensors[0].detach().requires_grad_()
+    with torch.enable_grad():
+      ctx.module(x).backward(gradient)
+    return gradient + x.grad, None
+
+
+class Network(torch.nn.Linear):
+  def forward(self, x):
+    inner = super().forward
+    return Reversible.apply(Reversible.apply(x, inner), inner).sin() @ self.weight
+
+
+def _step_of(network):
+  def step(x):
+    network.zero_grad()
+    loss = network(x).sum()
+    loss.backward()
+    return loss.detach()
+
+  return jax_jit(step)
+
+
+def _accumulating(network):
+  return lambda x: network(x).sum().backward()
+
+
+REVERSIBLE = {
+  "eager": _accumulating,
+  "jit": lambda network: _accumulating(jax_jit(network)),
+  "arguments of a jit": lambda network: _accumulating(JittableModule(network)),
+  "step": _step_of,
+}
+
+
+@pytest.mark.parametrize("way", REVERSIBLE)
+def test_a_backward_adds_to_the_gradients_of_parameters(way):
+  torch.manual_seed(0)
+  network = Network(4, 4)
+  on_jax = copy.deepcopy(network).to("jax")
+  train = REVERSIBLE[way](on_jax)
+  for x in (A, 2 * A):
+    expected, actual = x.clone().requires_grad_(), x.to("jax").requires_grad_()
+    if way == "step":
+      network.zero_grad()
+    _accumulating(network)(expected)
+    train(actual)
+    assert_same(
+      [p.grad for p in on_jax.parameters()], [p.grad for p in network.parameters()]
+    )
+    assert_same(actual.grad, expected.grad)
+
+
+class UsedInBackward(torch.autograd.Function):
+  """Square, whose backward runs a module that the forward pass does not."""
+
+  @staticmethod
+  def forward(ctx, x, module):
+    ctx.module = module
+    ctx.save_for_backward(x)
+    return x**2
+
+  @staticmethod
+  def backward(ctx, gradient):
+    with torch.enable_grad():
+      ctx.module(ctx.saved_tensors[0]).sum().backward()
+    return gradient, None
+
+
+@pytest.mark.parametrize("compiler", [lambda f: f, jax_jit], ids=["eager", "jit"])
+def test_a_backward_may_be_the_first_to_use_a_module(compiler):
+  linear = torch.nn.Linear(4, 4)
+  on_jax = copy.deepcopy(linear).to("jax")
+  call = compiler(lambda x: UsedInBackward.apply(x, on_jax))
+  for _ in range(2):
+    UsedInBackward.apply(A.clone().requires_grad_(), linear).sum().backward()
+    call(A.to("jax").requires_grad_()).sum().backward()
+    assert_same(on_jax.weight.grad, linear.weight.grad)
+
+
+def test_jax_ignores_what_a_backward_adds_to_grad():
+  network = Network(4, 4)
+  expected = A.clone().requires_grad_()
+  network(expected).sum().backward()
+  network.to("jax").zero_grad()
+  _, actual = jax_value_and_grad(lambda x: network(x).sum())(A.to("jax"))
+  assert_same(actual, expected.grad)
+  assert network.weight.grad is None
 
 
 def registered(torch_function, function, **kwargs):

@@ -172,6 +172,16 @@ class Boundary:
     """Represent an outer storage by `array`, an operand of the traced function."""
     self.shadows[id(storage)] = Shadow(storage, array, tensor)
 
+  def leaves(self) -> list:
+    """Return the leaves that require a gradient: arguments, and outer tensors met."""
+    boundary: Boundary | None = self
+    found = []
+    while boundary is not None:
+      found += [each.leaf for each in boundary.argument_gradients.values()]
+      found += [shadow.tensor for shadow in boundary.shadows.values()]
+      boundary = boundary.parent
+    return [t for t in found if t is not None and t.is_leaf and t.requires_grad]
+
   def changed_shadows(self) -> list[Shadow]:
     """Return the shadows of the outer storages that the function has changed."""
     return [shadow for shadow in self.shadows.values() if shadow.written]

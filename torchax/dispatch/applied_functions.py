@@ -21,7 +21,13 @@ from torchax import rng
 from torchax.compat import jax_compat, torch_compat
 from torchax.core import grad_mode
 from torchax.core.linear_maps import with_derivative
-from torchax.dispatch.autograd import conjugate
+from torchax.core.storage import active
+from torchax.dispatch.autograd import (
+  conjugate,
+  gradient_of,
+  set_gradient,
+  without_gradients,
+)
 from torchax.tensor import Tensor, new_tensor
 
 
@@ -73,6 +79,21 @@ def _requiring_gradients(tensors: Sequence[Tensor]) -> Iterator[None]:
   finally:
     for tensor in changed:
       tensor.requires_grad_(False)
+
+
+@contextlib.contextmanager
+def _without_new_gradients() -> Iterator[None]:
+  """Enclose a traced backward pass, which may add to the `.grad` of parameters."""
+  boundary = active.boundary
+  known = [] if boundary is None else boundary.leaves()
+  with without_gradients(known):
+    try:
+      yield
+    finally:
+      for leaf in [] if boundary is None else boundary.leaves():
+        gradient = gradient_of(leaf)
+        if gradient is not None and gradient._storage.birth is boundary:
+          set_gradient(leaf, None)
 
 
 def _argument_of(saved):
@@ -207,7 +228,8 @@ class _Backward:
 
     avals = [jax.typeof(tensor.jax()) for tensor in recorded]
     try:
-      closed = jax.make_jaxpr(backward)(*avals)
+      with _without_new_gradients():
+        closed = jax.make_jaxpr(backward)(*avals)
     except Exception as error:
       # Raise only if a derivative is asked for.
       failure = error

@@ -5,8 +5,9 @@ compiled; their backward passes can be differentiated again. ATen operations do 
 this module: torch's backward formulas for them are ATen operations too.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +24,31 @@ from torchax.dispatch.batched_gradients import over_batches
 from torchax.dispatch.operands import operand_of
 from torchax.registry.operators import Operator
 from torchax.tensor import Tensor, new_tensor
+
+_grad: Any = torch.Tensor.grad
+
+gradient_of: Callable[[Any], Any] = _grad.__get__
+"""Return the `.grad` of a leaf; a trace does not record the access."""
+
+set_gradient: Callable[[Any, Any], None] = _grad.__set__
+"""Set the `.grad` of a leaf; a trace does not record the access."""
+
+
+@contextlib.contextmanager
+def without_gradients(leaves: Iterable[Tensor]) -> Iterator[None]:
+  """Enclose a backward pass that may add to the `.grad` of leaves: each has none here.
+
+  A backward that runs another one adds to `.grad`: reentrant checkpoints, and networks
+  that recompute their activations.
+  """
+  before = [(leaf, gradient_of(leaf)) for leaf in leaves]
+  try:
+    for leaf, _ in before:
+      set_gradient(leaf, None)
+    yield
+  finally:
+    for leaf, gradient in before:
+      set_gradient(leaf, gradient)
 
 
 def is_inexact(array) -> bool:

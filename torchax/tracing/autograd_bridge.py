@@ -30,7 +30,6 @@ from torchax.dispatch import autograd
 from torchax.dispatch.batched_gradients import over_batches
 from torchax.environment import default_env
 from torchax.tensor import Tensor, new_tensor
-from torchax.tracing.gradients import gradient_of, set_gradient
 from torchax.tracing.specialization import ORDINARY
 
 # Differentiable gradients that one program keeps, one per set of static arguments.
@@ -199,25 +198,24 @@ def _has_graph(output: Tensor, wanted: Sequence[Tensor]) -> bool:
 
 
 def _gradients(outputs, wanted, seeds) -> Sequence[Tensor | None]:
+  """Return the gradients of `wanted`; additions to `.grad` in the backward count."""
   if not outputs:
     return [None] * len(wanted)
-  try:
-    return torch.autograd.grad(
-      outputs, wanted, seeds, retain_graph=True, allow_unused=True
-    )
-  except RuntimeError as error:
-    if "use_reentrant" not in str(error) or not all(t.is_leaf for t in wanted):
-      raise
-  # A reentrant checkpoint supports only `backward`, which adds to `.grad`.
-  before = list(map(gradient_of, wanted))
-  try:
-    for tensor in wanted:
-      set_gradient(tensor, None)
-    torch.autograd.backward(outputs, seeds)
-    return list(map(gradient_of, wanted))
-  finally:
-    for tensor, gradient in zip(wanted, before):
-      set_gradient(tensor, gradient)
+  leaves = [tensor for tensor in wanted if tensor.is_leaf]
+  with autograd.without_gradients(leaves):
+    found: Sequence[Tensor | None] = [None] * len(wanted)
+    try:
+      found = torch.autograd.grad(
+        outputs, wanted, seeds, retain_graph=True, allow_unused=True
+      )
+    except RuntimeError as error:
+      if "use_reentrant" not in str(error) or len(leaves) < len(wanted):
+        raise
+      # A reentrant checkpoint supports only `backward`.
+      torch.autograd.backward(outputs, seeds)
+    added = [autograd.gradient_of(t) if t.is_leaf else None for t in wanted]
+  pairs = zip(found, added)
+  return [b if a is None else a if b is None else a + b for a, b in pairs]
 
 
 class _CompiledCall(torch_compat.OwnFunction):

@@ -19,18 +19,11 @@ import torch
 from torchax.compat.patches import WhileNeeded, patch
 from torchax.core.boundary import Boundary
 from torchax.core.storage import active
+from torchax.dispatch.autograd import gradient_of, set_gradient
 from torchax.errors import MutationError
 from torchax.tensor import Tensor
 from torchax.tracing.modules import is_born_in
 from torchax.tracing.optimizer_state import parameters_of
-
-_grad: Any = torch.Tensor.grad
-
-gradient_of: Callable[[Any], Any] = _grad.__get__
-"""Return the `.grad` of a leaf without recording the access."""
-
-set_gradient: Callable[[Any, Any], None] = _grad.__set__
-"""Set the `.grad` of a leaf without recording the access."""
 
 
 @dataclasses.dataclass
