@@ -211,6 +211,7 @@ def _compose() -> None:
   tensor.connect(
     fake_tensors.Fake, transfer.shard_gradient_like, subclasses.as_subclass
   )
+  view.View._from_fake = fake_tensors.FakeView
   torch_compat.register_backend(device_module)
   torch_compat.support_foreach(tensor.Tensor, view.View)
   torch_compat.record_in_make_fx(tensor.Tensor, view.View)
@@ -253,6 +254,8 @@ def _compose() -> None:
   for cls in (tensor.Tensor, view.View):
     cls.__module__ = "torch.jax"
     setattr(device_module, cls.__name__, cls)
+  for fake in (fake_tensors.Fake, fake_tensors.FakeView):
+    fake.__module__ = "torch.jax"
   # These wrap functions of torch that call code of a user, which Dynamo may compile.
   own = [m for name, m in sys.modules.items() if name.startswith(torch_compat.__name__)]
   own.remove(torch_compat.encoders)  # Dynamo compiles their `forward`

@@ -127,11 +127,11 @@ class Tensor(ArrayProtocols):
     """
     return ["_shell"], Payload(self._storage, self._chain, self._env)
 
-  @staticmethod
-  def __tensor_unflatten__(inner_tensors, context, outer_size, outer_stride):
+  @classmethod
+  def __tensor_unflatten__(cls, inner_tensors, context, outer_size, outer_stride):
     shell = inner_tensors["_shell"]
     if torch_compat.is_fake(shell):
-      return Tensor._from_fake(shell, outer_size, outer_stride)
+      return cls._from_fake(shell, outer_size, outer_stride)
     tensor = _make_wrapper(Tensor, outer_size, strides=outer_stride, dtype=shell.dtype)
     tensor._storage, tensor._chain = context.storage, context.chain
     tensor._env = context.env

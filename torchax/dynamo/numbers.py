@@ -32,7 +32,8 @@ class Use(enum.Enum):
 def take_scalars(graph: fx.Graph) -> dict[int, Use]:
   """Replace 0-d CPU inputs on which the graph calls `item()` by Python numbers.
 
-  These are floats, numpy's scalars and CPU tensors. Integers keep their symbols.
+  These are floats, numpy's scalars and CPU tensors. Integers keep their symbols. A
+  scalar of numpy that is a size or an option is a number without a call of `item()`.
 
   Returns:
     How the graph takes each of these inputs, by its position.
@@ -43,7 +44,8 @@ def take_scalars(graph: fx.Graph) -> dict[int, Use]:
     if not isinstance(value, torch.Tensor) or value.dim() or value.device.type != "cpu":
       continue
     items = [user for user in node.users if operation_name(user) in _ITEMS]
-    if not items:
+    is_option = torch_compat.wraps_number(node) and not all(map(_scales, node.users))
+    if not items and not is_option:
       continue
     uses[position] = Use.CONSTANT
     if len(items) < len(node.users):

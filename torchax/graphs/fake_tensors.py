@@ -20,6 +20,7 @@ from torchax.functions import indexing
 from torchax.graphs import higher_order
 from torchax.registry import operators
 from torchax.registry.names import aten
+from torchax.registry.schema import schema_of
 from torchax.tensor import META, Payload, Tensor
 
 
@@ -82,8 +83,8 @@ class Fake(Tensor):
   def __tensor_flatten__(self):
     return ["_shell"], Payload(None, None, None)
 
-  @staticmethod
-  def __tensor_unflatten__(inner_tensors, context, outer_size, outer_stride):
+  @classmethod
+  def __tensor_unflatten__(cls, inner_tensors, context, outer_size, outer_stride):
     shell = inner_tensors["_shell"]
     if torch_compat.is_for_backend(shell):
       # The backend "jax" handles graphs on jax tensors before it reaches this code.
@@ -92,7 +93,7 @@ class Fake(Tensor):
         "function was given tensors on jax. Choose the backend that is made for them: "
         '`torch.compile(f, backend="jax")`; or compile by `torchax.compile(f)`.'
       )
-    return Fake(shell, outer_size, outer_stride)
+    return cls(shell, outer_size, outer_stride)
 
   def __getitem__(self, index):
     return torch.Tensor.__getitem__(self, _fake_index(index, self))
@@ -161,6 +162,10 @@ class Fake(Tensor):
 
   def __repr__(self, **kwargs):
     return f"Fake({self.dtype}{list(self.shape)} on {self.device})"
+
+
+class FakeView(Fake):
+  """Fake of a `View`: Dynamo guards on which inputs have the same class."""
 
 
 def _on_jax(tensor: torch.Tensor) -> torch.Tensor:
@@ -256,20 +261,20 @@ def _dispatch(func, args, kwargs):
     result = _by_lowering(func, plain_args, plain_kwargs)
     if result is None:
       raise
-  if func is aten.detach.default and isinstance(args[0], Fake):
+  is_view = schema_of(func).is_view and isinstance(args[0], Fake)
+  cls = type(args[0]) if is_view else Fake  # as torch expects
+  if is_view and func is aten.detach.default:
     # Keep the symbols of its sizes, where those of the wrapped tensor are others.
-    result = Fake(result, args[0].shape, args[0].stride())
+    result = cls(result, args[0].shape, args[0].stride())
   else:
-    result = torch_pytree.tree_map_only(torch.Tensor, _as_fake, result)
+    result = torch_pytree.tree_map_only(
+      torch.Tensor, lambda x: cls(x.to(_stored_dtype(x.dtype))), result
+    )
   return torch_compat.correct_aliasing(func, args, kwargs, result)
 
 
-def _as_fake(result: torch.Tensor) -> Fake:
-  """Return a fake with the dtype that JAX stores, as in eager mode."""
-  return Fake(result.to(_stored_dtype(result.dtype)))
-
-
 def _stored_dtype(dtype: torch.dtype) -> torch.dtype:
+  """Return the dtype that JAX stores, as in eager mode."""
   return mappings.j2t_dtype(mappings.t2j_dtype(dtype))
 
 

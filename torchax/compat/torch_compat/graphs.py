@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.utils.stateless
+from torch import fx
 
 from torchax.compat import private
 from torchax.compat.patches import patch
@@ -291,6 +292,12 @@ def ask_for_cuda_graphs_on_cuda() -> None:
 
   owner = private.resolve(_OptimizerVariable.rpartition(".")[0])
   patch(owner, "_is_static_for_cudagraphs", is_static, _CUDA_GRAPHS)
+
+
+def wraps_number(node: fx.Node) -> bool:
+  """Return True for an input of Dynamo that is a tensor made from a number."""
+  argument = node.meta.get("grapharg")
+  return argument is not None and argument.pass_arg_as_tensor
 
 
 @functools.cache
