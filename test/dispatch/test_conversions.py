@@ -188,6 +188,7 @@ def test_a_jax_tensor_goes_to_the_cpu_when_asked(make):
 
 NESTED = {
   "0-d tensors": lambda d: torch.tensor([x(d)[0, 0], x(d)[0, 1]], device=d),
+  "1-d tensors": lambda d: torch.tensor([x(d)[:1, 0], 2.5, x(d)[0, 1:2]], device=d),
   "rows of them": lambda d: torch.tensor([[x(d)[0, 0]], [x(d)[0, 1]]], device=d),
   "mixed": lambda d: torch.tensor([x(d)[0, 0], 2.5], device=d),
   "asarray": lambda d: torch.asarray([1.5, 2], device=d, requires_grad=True).detach(),

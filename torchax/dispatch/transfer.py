@@ -25,7 +25,7 @@ from torchax.tensor import Tensor, new_tensor
 _HIDDEN = torch_compat.HIDDEN_DEVICE
 
 
-def _item(tensor: Tensor):
+def item(tensor: Tensor):
   """Return the only element of a tensor as a Python number.
 
   Raises:
@@ -219,7 +219,7 @@ def _refuse_to_pin(*args, **kwargs):
 FUNCTIONS = {
   aten.is_pinned.default: lambda *args, **kwargs: False,
   aten._pin_memory.default: _refuse_to_pin,
-  aten._local_scalar_dense.default: _item,
+  aten._local_scalar_dense.default: item,
 }
 
 

@@ -17,7 +17,7 @@ from torchax.core import mappings
 from torchax.core.chains import WHOLE
 from torchax.core.storage import LazyZeros
 from torchax.devices import placement
-from torchax.dispatch import device_plans
+from torchax.dispatch import device_plans, transfer
 from torchax.environment import TENSOR_CONSTRUCTORS, Environment, env_on
 from torchax.errors import UnsupportedDtypeError
 from torchax.registry.names import aten
@@ -121,7 +121,7 @@ def _internal_empty_strided(size, stride, **kwargs) -> torch.Tensor:
 def _item(tensor: torch.Tensor):
   """Return the number of a tensor, for `torch.tensor([x, 1.0])` below dispatch."""
   if isinstance(tensor, Tensor):
-    return tensor.tolist()
+    return transfer.item(tensor)
   raise RuntimeError("Tensor.item() cannot be called on meta tensors")
 
 
