@@ -6,6 +6,7 @@ a row, and without a functional variant that has one, needs a reason.
 """
 
 import functools
+import warnings
 
 import jax
 import numpy as np
@@ -509,3 +510,14 @@ def test_a_refused_draw_leaves_its_generator_alone():
   with pytest.raises(RuntimeError, match="deviation"):
     torch.normal(0.0, t([1j]).to("jax"), generator=generator)
   assert torch.equal(generator.get_state(), before)
+
+
+@pytest.mark.parametrize("bound, low, high", [("from", -257, 5), ("to - 1", 0, 258)])
+def test_a_range_with_integers_that_the_dtype_lacks_warns(bound, low, high):
+  x = torch.empty(3, dtype=torch.bfloat16, device="jax")
+  with pytest.warns(UserWarning, match=rf"{bound} is out of bounds \[-256, 256\]"):
+    x.random_(low, high)
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    x.random_(-256, 257)
+    x.random_()

@@ -6,6 +6,8 @@ NaN. It is read only if the result's dtype has no NaN, outside a trace. Inside a
 that result is `samplers.no_integer`.
 """
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -114,7 +116,10 @@ def _limits(dtype) -> tuple[float, float]:
 
 
 def require_range(name: str, low: int, high: int, dtype: torch.dtype) -> None:
-  """Raise RuntimeError unless [low, high) is not empty and fits in the dtype."""
+  """Raise RuntimeError unless [low, high) is not empty and fits in the dtype.
+
+  Warn if a floating-point dtype does not have all integers of the range.
+  """
   if not low < high:
     raise RuntimeError(
       f"{name} expects 'from' to be less than 'to', but got from={low} >= to={high}."
@@ -133,6 +138,15 @@ def require_range(name: str, low: int, high: int, dtype: torch.dtype) -> None:
       f"{name}: [{low}, {high}) does not fit in {jax_dtype}. For 64-bit integers "
       'call `jax.config.update("jax_enable_x64", True)` first.'
     )
+  if dtype.is_floating_point:
+    exact = 2 ** (jnp.finfo(jax_dtype).nmant + 1)
+    for bound, value in (("from", low), ("to - 1", high - 1)):
+      if not -exact <= value <= exact:
+        warnings.warn(
+          f"{name}: {bound} is out of bounds [-{exact}, {exact}], outside of which "
+          f"{dtype} does not have all integers.",
+          stacklevel=2,
+        )
 
 
 def require_interval(low: float, high: float, dtype: torch.dtype) -> None:
