@@ -251,11 +251,10 @@ def _compose() -> None:
     *interop.MODULES,
   )
   # Libraries such as wandb and autoray know torch's tensors by the name of their class.
-  for cls in (tensor.Tensor, view.View):
+  fakes: tuple[type, ...] = (fake_tensors.Fake, fake_tensors.FakeView)
+  for cls in (tensor.Tensor, view.View, *fakes):
     cls.__module__ = "torch.jax"
     setattr(device_module, cls.__name__, cls)
-  for fake in (fake_tensors.Fake, fake_tensors.FakeView):
-    fake.__module__ = "torch.jax"
   # These wrap functions of torch that call code of a user, which Dynamo may compile.
   own = [m for name, m in sys.modules.items() if name.startswith(torch_compat.__name__)]
   own.remove(torch_compat.encoders)  # Dynamo compiles their `forward`
