@@ -9,6 +9,7 @@ rows run one after the other, as in torch's CPU kernels.
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from torchax.core import grad_mode, mappings
 from torchax.core.chains import WHOLE
@@ -35,8 +36,8 @@ class InPlacePlan:
     self.names = schema.names
     self.written = schema.written
     written = [a for a in op._schema.arguments if a.name in self.written]
-    is_list = any(str(argument.type) == "List[Tensor]" for argument in written)
-    self.writes_lists = is_list or len(written) > 1
+    self.has_lists = any(str(argument.type) == "List[Tensor]" for argument in written)
+    self.writes_lists = self.has_lists or len(written) > 1
     self.returns = bool(op._schema.returns)
     # Such results do not depend on the target's values, so JAX would not follow its
     # sharding.
@@ -50,6 +51,8 @@ class InPlacePlan:
       self._run_rows(args, kwargs)
     else:
       self._run(targets, args, kwargs)
+    if self.has_lists:  # torch's C++ does this for single tensors only
+      increment_version(targets)
     return args[0] if self.returns else None
 
   def _targets(self, args, kwargs) -> list[torch.Tensor]:
