@@ -324,6 +324,7 @@ class Tensor(ArrayProtocols):
     """
     args, kwargs = self._env.t2j_iso((args, kwargs))
     self.replace_jax(jax_function(self.jax(), *args, **kwargs))
+    torch.autograd.graph.increment_version(self)
     return self
 
   @hide_library_frames

@@ -75,9 +75,10 @@ def test_gradients_are_set_and_cleared():
 
 def test_reshape_replays_its_steps_and_writes_new_memory():
   tensor = _zeros()
-  Reshape(0, ((torch.Tensor.unsqueeze_, (0,), ()),)).apply([tensor], None)
+  Reshape(0, steps=((torch.Tensor.unsqueeze_, (0,), ()),)).apply([tensor], None)
   assert tensor.shape == (1, 3)
-  Reshape(0, ((torch.Tensor.resize_, ((2, 3),), ()),)).apply([tensor], jnp.ones((2, 3)))
+  steps = ((torch.Tensor.resize_, ((2, 3),), ()),)
+  Reshape(0, steps=steps).apply([tensor], jnp.ones((2, 3)))
   assert tensor.tolist() == [[1, 1, 1], [1, 1, 1]]
 
 
@@ -85,7 +86,7 @@ def test_reshape_replays_its_steps_and_writes_new_memory():
   "change, expected",
   [
     (WriteArgument(0), ("x", "changed in place")),
-    (Reshape(0, ()), ("x", "changed in place")),
+    (Reshape(0), ("x", "changed in place")),
     (SetGradient, ("a tensor.grad", "set")),
     (ClearGradient, ("a tensor.grad", "cleared")),
   ],
@@ -123,7 +124,7 @@ def _collected(change, specialization=ORDINARY, captured=()):
       boundary.lift(tensor._storage, tensor._storage.array, tensor)
     boundary.attributes = Attributes()
     argument = _zeros()
-    born = [(argument._storage, argument._chain)]
+    born = [(argument._storage, argument._chain, argument._version)]
     change(argument)
     given = [argument]
     changes, recorded = collect(boundary, given, given, born, specialization, lifted)
@@ -133,7 +134,7 @@ def _collected(change, specialization=ORDINARY, captured=()):
 
 def test_collect_finds_a_write_to_an_argument():
   ((change, array),) = _collected(lambda x: x.add_(1))
-  assert change == WriteArgument(0) and array.tolist() == [1, 1, 1]
+  assert change == WriteArgument(0, counts=True) and array.tolist() == [1, 1, 1]
   assert _collected(lambda x: x + 1) == []
 
 
@@ -145,7 +146,8 @@ def test_collect_finds_a_reshape_after_the_write():
 def test_collect_finds_a_write_to_a_captured_tensor():
   tensor = _zeros()
   ((change, array),) = _collected(lambda x: tensor.add_(2), captured=[tensor])
-  assert change == WriteStorage(Identity(tensor._storage), Identity(tensor))
+  holder = Identity(tensor)
+  assert change == WriteStorage(Identity(tensor._storage), holder, counts=True)
   assert array.tolist() == [2, 2, 2] and tensor.tolist() == [0, 0, 0]
 
 

@@ -3,6 +3,7 @@
 The oracle is the eager run on jax.
 """
 
+import jax.numpy as jnp
 import pytest
 import torch
 
@@ -72,3 +73,71 @@ def test_an_in_place_change_that_torch_cannot_record_raises(given):
   with pytest.raises(MutationError, match="Return the new value"):
     jax_jit(lambda x: x.mul_(2).t_())(x)
   assert torch.equal(x, _x())
+
+
+# In-place changes of a tensor, given a second one; values of the first have been saved.
+WRITES = {
+  "argument": (lambda saved, compile: compile(lambda x, y: x.add_(y)), True),
+  "view": (lambda saved, compile: compile(lambda x, y: x[1:].mul_(2)), True),
+  "captured": (lambda saved, compile: compile(lambda x, y: saved.add_(y)), True),
+  "copy from the CPU": (
+    lambda saved, compile: compile(lambda x, y: saved.copy_(torch.zeros(3))),
+    True,
+  ),
+  "list": (
+    lambda saved, compile: compile(lambda x, y: torch._foreach_add_([x], [y])),
+    True,
+  ),
+  "apply_jax_": (
+    lambda saved, compile: compile(lambda x, y: x.apply_jax_(jnp.sin)),
+    True,
+  ),
+  "only read": (lambda saved, compile: compile(lambda x, y: x + y), False),
+}
+
+
+@pytest.mark.parametrize("compiler", ["eager", *COMPILERS])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_backward_rejects_saved_values_that_changed(write, compiler):
+  make, changes = WRITES[write]
+  weight = torch.ones(3, device="jax", requires_grad=True)
+  saved, other = torch.ones(3, device="jax"), torch.ones(3, device="jax")
+  call = make(saved, COMPILERS.get(compiler, lambda f: f))
+  for _ in range(2):
+    product = saved * weight
+    call(saved, other)
+    if changes:
+      with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+    else:
+      product.sum().backward()
+
+
+@pytest.mark.parametrize("compiler", ["eager", *COMPILERS])
+def test_a_backward_rejects_parameters_that_a_step_changed(compiler):
+  layer = torch.nn.Linear(3, 3).to("jax")
+  optimizer = torch.optim.AdamW(layer.parameters())
+
+  def step(x):
+    optimizer.zero_grad()
+    layer(x).sum().backward()
+    optimizer.step()
+
+  x = torch.ones(2, 3, device="jax", requires_grad=True)
+  call = COMPILERS.get(compiler, lambda f: f)(step)
+  for _ in range(2):
+    out = layer(x)
+    call(x.detach())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+      out.sum().backward()
+
+
+@pytest.mark.parametrize("compiler", ["eager", *COMPILERS])
+def test_new_statistics_of_batch_norm_do_not_count(compiler):
+  layer = torch.nn.BatchNorm1d(3).to("jax")
+  call = COMPILERS.get(compiler, lambda f: f)(layer)
+  x = torch.ones(2, 3, device="jax", requires_grad=True)
+  for _ in range(2):
+    out = layer(x)
+    call(x)
+    out.sum().backward()

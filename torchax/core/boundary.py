@@ -29,16 +29,27 @@ class Shadow:
     written: True once the function has changed it.
     writers: outer tensors without a `grad_fn` that changed it in place.
     is_touched: True once the function has read or changed it.
+    version: `version_of` the outer tensor before the function changed it.
   """
 
-  __slots__ = ("storage", "tensor", "array", "written", "writers", "is_touched")
+  __slots__ = (
+    *("storage", "tensor", "array", "written", "writers", "is_touched", "version"),
+  )
 
-  def __init__(self, storage: Storage, array: jax.Array, tensor=None):
+  def __init__(
+    self, storage: Storage, array: jax.Array, version: int | None, tensor=None
+  ):
     self.storage = storage
     self.tensor = tensor
+    self.version = version
     self.array = array
     self.written = self.is_touched = False
     self.writers: list = []
+
+
+def version_of(tensor) -> int | None:
+  """Return torch's count of in-place changes; None without a tensor that has one."""
+  return None if tensor is None or tensor.is_inference() else tensor._version
 
 
 def _leaf_of(tensor, storage: Storage):
@@ -123,6 +134,8 @@ class Boundary:
   def write(self, storage: Storage, array: jax.Array, tensor=None) -> None:
     """Replace this boundary's copy of an outer storage."""
     shadow = self._shadow(storage, None)
+    if shadow.version is None:
+      shadow.version = version_of(tensor)
     shadow.array = array
     shadow.written = True
     if tensor is not None and tensor.grad_fn is None:
@@ -170,7 +183,7 @@ class Boundary:
 
   def lift(self, storage: Storage, array: jax.Array, tensor) -> None:
     """Represent an outer storage by `array`, an operand of the traced function."""
-    self.shadows[id(storage)] = Shadow(storage, array, tensor)
+    self.shadows[id(storage)] = Shadow(storage, array, version_of(tensor), tensor)
 
   def leaves(self) -> list:
     """Return the leaves that require a gradient: arguments, and outer tensors met."""
@@ -201,7 +214,7 @@ class Boundary:
       )
       if self.stand_in is not None:
         outer = self.stand_in(outer, storage)
-      shadow = self.shadows[id(storage)] = Shadow(storage, outer)
+      shadow = self.shadows[id(storage)] = Shadow(storage, outer, version_of(tensor))
     shadow.is_touched = True
     if tensor is not None and (
       shadow.tensor is None or not shadow.tensor.requires_grad

@@ -77,9 +77,9 @@ class CopyPlan:
     moved = mappings.t2j(source, dtype=dtype, sharding=at_once)
     same = tuple(source.shape) == tuple(target.shape)
     if same and target._chain is WHOLE and moved.dtype == storage.operand.dtype:
-      storage.write(
-        moved if sharding is None else placement.restore_sharding(moved, sharding)
-      )
+      if sharding is not None:
+        moved = placement.restore_sharding(moved, sharding)
+      storage.write(moved, target)
       return target
     return self.in_place((target, new_tensor(moved, self.env)), {})
 

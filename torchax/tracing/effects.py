@@ -11,9 +11,10 @@ from typing import Any
 
 import jax
 import torch
+from torch.autograd.graph import increment_version
 
 from torchax.core import mappings
-from torchax.core.boundary import Boundary
+from torchax.core.boundary import Boundary, version_of
 from torchax.core.host_numbers import Entry, Expression, HostNumber
 from torchax.core.static_values import Identity
 from torchax.errors import MutationError
@@ -32,8 +33,12 @@ class Change(abc.ABC):
   kind = "changed in place"
 
   @abc.abstractmethod
-  def apply(self, leaves: list, array) -> None:
-    """Make the change, given the argument leaves and the new values, if any."""
+  def apply(self, leaves: list, array) -> Tensor | None:
+    """Make the change, given the argument leaves and the new values, if any.
+
+    Returns:
+      The tensor whose count of in-place changes increases, if any.
+    """
 
   @abc.abstractmethod
   def name(self, arguments: list[str], names: dict[int, str]) -> str:
@@ -47,17 +52,25 @@ class Change(abc.ABC):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WriteArgument(Change):
-  """New values for the argument leaf with this index."""
+  """New values for the argument leaf with this index.
+
+  Attributes:
+    counts: torch counts the change, so that a backward pass rejects values that were
+      saved before. It does not count new statistics of BatchNorm.
+  """
 
   index: int
+  counts: bool = False
 
-  def apply(self, leaves: list, array) -> None:
+  def apply(self, leaves: list, array) -> Tensor | None:
     leaf = leaves[self.index]
     if isinstance(leaf, Tensor):
       leaf.replace_jax(array)
-    elif isinstance(leaf, torch.Tensor):  # 0-d on the CPU, such as a step count
+      return leaf if self.counts else None
+    if isinstance(leaf, torch.Tensor):  # 0-d on the CPU, such as a step count
       with torch.no_grad():
         leaf.copy_(mappings.j2t(array))
+    return None
 
   def name(self, arguments: list, names: dict) -> str:
     return arguments[self.index]
@@ -90,7 +103,7 @@ class Reshape(WriteArgument):
     steps: (operation, args, kwargs) of each change.
   """
 
-  steps: tuple
+  steps: tuple = ()
 
   def apply(self, leaves, array):
     leaf = leaves[self.index]
@@ -111,17 +124,21 @@ class WriteStorage(Change):
     holder: captured tensor with this storage, or the leaf whose `.grad` has it, or
       None. Later calls write to the storage that the holder has by then.
     is_gradient: the storage belongs to `holder.grad`.
+    counts: torch counts the change, as for `WriteArgument`.
   """
 
   storage: Identity
   holder: Identity | None = None
   is_gradient: bool = False
+  counts: bool = False
 
   def apply(self, leaves, array):
     found = self.holder and self.holder.value
     if self.is_gradient:
       found = found.grad
-    (self.storage.value if found is None else found._storage).write(array)
+    storage = self.storage.value if found is None else found._storage
+    storage.write(array, found)
+    return found if self.counts else None
 
   def name(self, arguments, names):
     return names.get(id(self.storage.value), "a tensor")
@@ -245,8 +262,10 @@ class Effects:
 
   def apply(self, leaves: list) -> None:
     """Make the changes to the caller's tensors."""
-    for change, array in zip(self.changes, self.arrays):
-      change.apply(leaves, array)
+    pairs = zip(self.changes, self.arrays)
+    changed = [change.apply(leaves, array) for change, array in pairs]
+    if written := [tensor for tensor in changed if tensor is not None]:
+      increment_version(written)
 
   def assign(self, values: Sequence, leaves: list) -> None:
     """Assign tensors, or arrays without a gradient, to the targets."""
@@ -276,8 +295,8 @@ def collect(
     boundary: boundary of the trace.
     inner: argument leaves of the trace.
     given: argument leaves as the function receives them.
-    born: storage and chain of each of `given` when the trace began; None if it is no
-      tensor.
+    born: storage, chain and version of each of `given` when the trace began; None if it
+      is no tensor.
     specialization: static part of the call.
     captured: captured tensors, those that the trace has met first included.
 
@@ -313,7 +332,7 @@ def _of_arguments(
   for index, (value, start) in enumerate(zip(given, born)):
     if start is None or index in repeats:
       continue
-    storage, chain = start
+    storage, chain, version = start
     is_reshaped, is_rebound = (
       id(value) in boundary.reshapes,
       value._storage is not storage,
@@ -328,7 +347,7 @@ def _of_arguments(
       )
     if is_reshaped:
       _, steps = boundary.reshapes[id(value)]
-      change = Reshape(index, tuple(steps))
+      change = Reshape(index, steps=tuple(steps))
       reshapes.append((change, value.jax() if is_rebound else None))
       is_rebound = False
     array = chain.read(storage.array)
@@ -337,7 +356,7 @@ def _of_arguments(
     if index in specialization.copied and value.requires_grad and not is_reshaped:
       recorded.append((ArgumentTarget(index), value))
     else:
-      written.append((WriteArgument(index), array))
+      written.append((WriteArgument(index, version != version_of(value)), array))
   return written, recorded, reshapes
 
 
@@ -378,7 +397,10 @@ def _of_captured(
     holder = holders.get(id(shadow.storage))
     change = WriteStorage(Identity(shadow.storage))
     if holder is not None:
-      change = WriteStorage(change.storage, Identity(holder[0]), holder[1])
+      tensor, is_gradient = holder
+      is_known = shadow.version is not None and not is_gradient
+      counts = is_known and shadow.version != version_of(tensor)
+      change = WriteStorage(change.storage, Identity(tensor), is_gradient, counts)
     yield change, shadow.array
   for each in gradients:
     gradient = gradient_of(each.leaf)

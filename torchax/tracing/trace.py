@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchax import amp
 from torchax.compat import jax_compat, torch_compat
 from torchax.compat.user_code import location_of, name_of
-from torchax.core.boundary import Boundary
+from torchax.core.boundary import Boundary, version_of
 from torchax.core.partitions import is_tensor
 from torchax.core.storage import active
 from torchax.dispatch import host_operations
@@ -97,7 +97,8 @@ _requires_grad = operator.attrgetter("requires_grad")
 def _with_copies(inner: list, specialization: Specialization) -> tuple[list, list]:
   """Return the argument leaves for the function, the `copied` ones as copies.
 
-  The second list has the storage and the chain of each that is a tensor, or None.
+  The second list has the storage, the chain and the version of each that is a tensor,
+  or None.
   """
   given = list(inner)
   for index in specialization.copied:
@@ -105,7 +106,8 @@ def _with_copies(inner: list, specialization: Specialization) -> tuple[list, lis
   for index, earlier in specialization.same if specialization.copied else ():
     given[index] = given[earlier]
   return given, [
-    (v._storage, v._chain) if isinstance(v, Tensor) else None for v in given
+    (v._storage, v._chain, version_of(v)) if isinstance(v, Tensor) else None
+    for v in given
   ]
 
 
