@@ -186,6 +186,32 @@ def test_parameter_subclass_trains():
   assert weight.tolist() == [0, 0, 0]
 
 
+@pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad])
+@pytest.mark.parametrize(
+  "make",
+  [
+    torch.nn.Parameter,
+    OnManifold,
+    copy.copy,
+    copy.deepcopy,
+    lambda weight: weight.new_tensor([1.0, 2.0], requires_grad=True),
+  ],
+)
+def test_transforms_of_torch_take_new_parameters(make, transform):
+  weight = torch.nn.Parameter(torch.tensor([1.0, 2.0], device="jax"))
+  made = []
+
+  def loss(x):
+    made.append(make(weight))
+    return (x * made[0]).sum()
+
+  x = torch.ones(2, 2, device="jax")
+  found = transform(loss)(x)
+  expected = [3, 3] if transform is torch.vmap else [[1, 2], [1, 2]]
+  assert found.tolist() == expected
+  assert made[0].requires_grad and made[0].is_leaf
+
+
 def test_constructor_of_parameter_runs_init():
   weight = Loaded(torch.ones(3, device="jax"), loader=len)
   assert isinstance(weight, Loaded) and weight.loader is len

@@ -108,9 +108,11 @@ def as_subclass(tensor: Tensor, cls: type) -> Tensor:
 
 def make_subclass(cls: type, tensor: Tensor, requires_grad: bool) -> Tensor:
   """Return an alias without history, like `torch.Tensor._make_subclass`."""
-  with torch_compat.without_function_overrides():
+  # The transforms of `torch.func` wrap results, and refuse `requires_grad_`.
+  with torch_compat.without_function_overrides(), torch_compat.outside_transforms():
     made = as_subclass(tensor.detach(), cls)
-  return made.requires_grad_(requires_grad)
+  made.requires_grad = requires_grad
+  return made
 
 
 @functools.cache  # keeps the classes alive

@@ -284,10 +284,12 @@ class Tensor(ArrayProtocols):
     if not isinstance(data, torch.Tensor):
       data = torch.tensor(data, dtype=dtype or self.dtype, device="cpu", **layout)
     copied = data.detach().to(device or self.device, dtype or self.dtype, copy=True)
-    if device is None and self._chain is WHOLE:
+    is_wrapped = not isinstance(copied, Tensor)  # by a transform of `torch.func`
+    if device is None and self._chain is WHOLE and not is_wrapped:
       arrays = copied._storage.array, self._storage.array
       copied._storage.array = placement.shard_like(*arrays)
-    return copied.requires_grad_(requires_grad)
+    copied.requires_grad = requires_grad
+    return copied
 
   @hide_library_frames
   def apply_jax(self, jax_function: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -439,7 +441,7 @@ class Tensor(ArrayProtocols):
         copied.__dict__[name] = copy.deepcopy(value, memo)
     if self.grad is not None:
       copied.grad = copy.deepcopy(self.grad, memo)
-    copied.requires_grad_(self.requires_grad)
+    copied.requires_grad = self.requires_grad
     if "_beside" in self.__dict__:
       Tensor._shard_gradient(copied)
     return copied
@@ -448,7 +450,8 @@ class Tensor(ArrayProtocols):
     copied = like(self, self._storage, self._chain)
     for name, value in self.__dict__.items():
       copied.__dict__.setdefault(name, value)
-    return copied.requires_grad_(self.requires_grad)
+    copied.requires_grad = self.requires_grad
+    return copied
 
   @hide_library_frames
   def __reduce_ex__(self, protocol):

@@ -7,6 +7,7 @@ import torch
 from torchax.compat import private
 from torchax.compat.patches import patch
 from torchax.compat.torch_compat.graphs import is_fake_class
+from torchax.compat.torch_compat.wrappers import mark_as_parameter
 
 _FEATURE = "jax tensors of users' subclasses of torch.Tensor"
 _make_subclass = private.find("torch.Tensor._make_subclass", _FEATURE, instead=None)
@@ -70,10 +71,12 @@ def subclass_by(make: Callable, tensor_class: type, class_on_cpu: Callable) -> N
     return construct(*args, **kwargs)
 
   def new_parameter(cls, data=None, requires_grad=True):
+    if not isinstance(data, tensor_class):
+      return make_parameter(cls, data, requires_grad)
     # torch would return a tensor of the class of `data`.
-    if cls is not torch.nn.Parameter and isinstance(data, tensor_class):
+    if cls is not torch.nn.Parameter:
       return make(cls, data, requires_grad)
-    return make_parameter(cls, data, requires_grad)
+    return mark_as_parameter(make(type(data), data, requires_grad))
 
   patch(torch.Tensor, "as_subclass", as_subclass, _FEATURE)
   if _make_subclass is not None:
