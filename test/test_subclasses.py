@@ -212,6 +212,15 @@ def test_transforms_of_torch_take_new_parameters(make, transform):
   assert made[0].requires_grad and made[0].is_leaf
 
 
+@pytest.mark.parametrize("device", ["cpu", "jax"])
+def test_class_of_a_parameter_makes_parameters(device):
+  weight = torch.nn.Parameter(torch.ones(2, device="jax"))
+  made = type(weight)(torch.zeros(3, device=device), requires_grad=False)
+  assert isinstance(made, torch.nn.Parameter) and not made.requires_grad
+  assert made.device.type == device and made.tolist() == [0, 0, 0]
+  assert type(weight)(weight, requires_grad=True).requires_grad
+
+
 def test_constructor_of_parameter_runs_init():
   weight = Loaded(torch.ones(3, device="jax"), loader=len)
   assert isinstance(weight, Loaded) and weight.loader is len

@@ -68,13 +68,11 @@ class Tensor(ArrayProtocols):
   _other_class: ClassVar[type | None] = None
   _is_of_other_class: ClassVar[Callable] = staticmethod(lambda tensor: False)
 
-  def __new__(cls, elem: Array, env: Any, requires_grad: bool = False):
-    return _make_wrapper(
-      cls,
-      elem.shape,
-      dtype=mappings.j2t_dtype(elem.dtype),
-      requires_grad=requires_grad,
-    )
+  def __new__(cls, elem: Array, env: Any = None, requires_grad: bool = False):
+    if isinstance(elem, torch.Tensor):  # `type(weight)(tensor, requires_grad=True)`
+      return torch.nn.Parameter(elem, requires_grad)
+    dtype = mappings.j2t_dtype(elem.dtype)
+    return _make_wrapper(cls, elem.shape, dtype=dtype, requires_grad=requires_grad)
 
   def __init__(self, elem: Array, env: Any = None, requires_grad: bool = False):
     super().__init__()
@@ -284,8 +282,8 @@ class Tensor(ArrayProtocols):
     if not isinstance(data, torch.Tensor):
       data = torch.tensor(data, dtype=dtype or self.dtype, device="cpu", **layout)
     copied = data.detach().to(device or self.device, dtype or self.dtype, copy=True)
-    is_wrapped = not isinstance(copied, Tensor)  # by a transform of `torch.func`
-    if device is None and self._chain is WHOLE and not is_wrapped:
+    # The transforms of `torch.func` wrap the copy.
+    if device is None and self._chain is WHOLE and isinstance(copied, Tensor):
       arrays = copied._storage.array, self._storage.array
       copied._storage.array = placement.shard_like(*arrays)
     copied.requires_grad = requires_grad
