@@ -295,12 +295,17 @@ def _out(context: Context) -> str | None:
   return _OUT(context)
 
 
-_SHAPE = _of(
+_RESHAPED = _of(
   *("{v}.t_()", "{v}.transpose_({d}, {e})", "{v}.swapaxes_({d}, {e})"),
   *("{v}.swapdims_({d}, {e})", "{v}.squeeze_()", "{v}.squeeze_({d})"),
   *("{v}.unsqueeze_({d})", "{v}.as_strided_((2, 2), (1, 2))"),
   "{v}.t_().mul_({n})",
 )
+
+
+def _shape(context: Context) -> str | None:
+  statement = _RESHAPED(context)
+  return None if "mul_" in statement and _overlaps(context.tensor) else statement
 
 
 _OUT = _of(
@@ -353,7 +358,7 @@ def _pure(context: Context) -> str:
 
 
 def _no_grad(context: Context) -> str:
-  body = context.rng.choice((_in_place, _new(_VIEW), _new(_COPY), _SHAPE))(context)
+  body = context.rng.choice((_in_place, _new(_VIEW), _new(_COPY), _shape))(context)
   mode = context.rng.choice(("no_grad", "no_grad", "enable_grad"))
   return f"with torch.{mode}():\n  {body}"
 
@@ -420,7 +425,7 @@ _WEIGHTS: tuple[tuple[Callable, int], ...] = (
   (_new(_REDUCTION), 5),
   (_new(_DTYPE), 5),
   (_in_place, 26),
-  (_SHAPE, 7),
+  (_shape, 7),
   (_out, 4),
   (_no_grad, 4),
   (_hook, 2),
