@@ -85,12 +85,14 @@ def _requiring_gradients(tensors: Sequence[Tensor]) -> Iterator[None]:
 def _without_new_gradients() -> Iterator[None]:
   """Enclose a traced backward pass, which may add to the `.grad` of parameters."""
   boundary = active.boundary
-  known = [] if boundary is None else boundary.leaves()
-  with without_gradients(known):
+  if boundary is None:
+    yield
+    return
+  with without_gradients(boundary.leaves()):
     try:
       yield
     finally:
-      for leaf in [] if boundary is None else boundary.leaves():
+      for leaf in boundary.leaves():  # also those that it is the first to use
         gradient = gradient_of(leaf)
         if gradient is not None and gradient._storage.birth is boundary:
           set_gradient(leaf, None)
