@@ -304,6 +304,7 @@ _RESHAPED = _of(
 
 
 def _shape(context: Context) -> str | None:
+  """Return a change of shape; torch does not define writes to overlapping elements."""
   statement = _RESHAPED(context)
   return None if "mul_" in statement and _overlaps(context.tensor) else statement
 
