@@ -402,3 +402,46 @@ def test_jax_jit_follows_the_parts_of_a_wrapper_subclass():
   for _ in range(2):
     assert_close(jitted(x), layer(x))
     layer.weight.values.add_(1)
+
+
+def _trained():
+  torch.manual_seed(0)
+  layer = torch.nn.Linear(3, 2)
+  optimizer = torch.optim.Adam(layer.parameters(), 0.1)
+  layer(torch.ones(1, 3)).sum().backward()
+  optimizer.step()
+  layer.weight.name_of_mine = "weight"
+  return layer, optimizer
+
+
+def test_assigned_data_moves_parameters_and_optimizer_state():
+  (layer, optimizer), (expected, by_torch) = _trained(), _trained()
+  kept = list(layer.parameters())
+  for tensor in (*kept, *(t for s in optimizer.state.values() for t in s.values())):
+    tensor.data = tensor.data.to("jax")
+    if tensor.grad is not None:
+      tensor.grad.data = tensor.grad.data.to("jax")
+  assert layer.weight is kept[0] and layer.weight.name_of_mine == "weight"
+  assert_close(layer.weight.grad.cpu(), expected.weight.grad)
+  for model, step, device in ((layer, optimizer, "jax"), (expected, by_torch, "cpu")):
+    model(torch.full((1, 3), 2.0, device=device)).sum().backward()
+    step.step()
+  assert layer.weight.device.type == "jax"
+  assert_close(layer.weight.cpu(), expected.weight)
+
+
+def test_assigned_data_of_a_cpu_tensor_is_an_alias_on_jax():
+  leaf, other = torch.ones(2, requires_grad=True), torch.zeros(2, device="jax")
+  leaf.data = other
+  other.add_(5)
+  assert leaf.tolist() == [5, 5] and leaf.requires_grad and leaf.device.type == "jax"
+
+
+def test_assigned_data_moves_no_result_and_nothing_in_a_trace():
+  result, plain = torch.ones(2, requires_grad=True) * 2, torch.ones(2)
+  on_jax = torch.zeros(2, device="jax")
+  with pytest.raises(torchax.errors.MutationError, match="only if the tensor"):
+    result.data = on_jax
+  with pytest.raises(torchax.errors.MutationError, match="only if the tensor"):
+    torchax.interop.jax_jit(lambda x: setattr(plain, "data", x))(on_jax)
+  assert result.tolist() == [2, 2] and plain.tolist() == [1, 1]

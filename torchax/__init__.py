@@ -222,6 +222,7 @@ def _compose() -> None:
   torch_compat.move_parameters_in_place(
     tensor.Tensor, torch_files.OWN, subclasses.keep_class
   )
+  torch_compat.move_by_data(tensor.Tensor, subclasses.move_to_data)
   torch_compat.place_new_placeholders()
   torch_compat.hold_jagged_parts(tensor.Tensor)
   torch_compat.zero_padded_positions(tensor.Tensor)

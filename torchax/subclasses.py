@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch.overrides import get_default_nowrap_functions, handle_torch_function
 
-from torchax.compat import torch_compat
+from torchax.compat import jax_compat, torch_compat
+from torchax.errors import MutationError
 from torchax.saving import torch_files
 from torchax.saving.torch_files import OWN
 from torchax.tensor import Tensor
@@ -200,3 +201,29 @@ def keep_class(tensor: torch.Tensor, cls: type) -> None:
   cls = class_of_user(cls)
   if not (isinstance(tensor, cls) or _has_own_dispatch(cls)):
     tensor.__class__ = class_with_array(cls) if isinstance(tensor, Tensor) else cls
+
+
+def move_to_data(tensor: torch.Tensor, other: Tensor) -> None:
+  """Make a tensor of another device an alias of `other`, as `tensor.data = other` does.
+
+  Its class, its attributes and a gradient stay; the gradient moves too.
+
+  Raises:
+    MutationError: the tensor is no leaf, or a function is being traced.
+  """
+  if not tensor.is_leaf or not jax_compat.is_top_level():
+    raise MutationError(
+      "`tensor.data = other` moves a tensor to jax only if the tensor is a leaf, "
+      "and outside of functions that are being compiled. Move it before with "
+      '`tensor.to("jax")`.'
+    )
+  gradient, cls, named = tensor.grad, type(tensor), dict(tensor.__dict__)
+  made = other.detach()
+  if isinstance(tensor, torch.nn.Parameter):
+    made = torch.nn.Parameter(made)
+  torch.utils.swap_tensors(tensor, made.requires_grad_(tensor.requires_grad))
+  keep_class(tensor, cls)
+  for name, value in named.items():
+    tensor.__dict__.setdefault(name, value)
+  if gradient is not None:
+    tensor.grad = gradient.to(other.device)

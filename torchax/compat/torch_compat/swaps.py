@@ -74,6 +74,22 @@ def watch_swaps(cls: type, notice) -> None:
   patch(torch.utils, "swap_tensors", swap_tensors, _SAME_OBJECT)
 
 
+def move_by_data(cls: type, move: Callable) -> None:
+  """Make `tensor.data = other` call `move(tensor, other)` if only `other` is a `cls`.
+
+  torch's own setter raises: it cannot change the type of a tensor.
+  """
+  data = torch.Tensor.data
+
+  def set_data(tensor, other):
+    if isinstance(other, cls) and not isinstance(tensor, cls):
+      move(tensor, other)
+    else:
+      data.__set__(tensor, other)
+
+  patch(torch.Tensor, "data", property(data.__get__, set_data), _SAME_OBJECT)
+
+
 def _has_references(tensor) -> bool:
   return bool(weakref.getweakrefs(tensor))
 

@@ -93,11 +93,14 @@ parse_to = private.find(
 )
 
 
+_data = torch.Tensor.data
+
+
 def set_metadata(tensor: torch.Tensor, source: torch.Tensor) -> None:
   """Give `tensor` the shape, strides and dtype of `source`, keeping its identity."""
   # The setter calls an operation that wrappers would dispatch to Python.
   with without_dispatch():
-    torch.Tensor.data.__set__(tensor, source)
+    _data.__set__(tensor, source)
 
 
 def mark_as_parameter(tensor: torch.Tensor) -> torch.Tensor:
