@@ -311,6 +311,37 @@ def test_graph_that_moves_a_tensor_warns_and_runs_uncompiled():
   torch.testing.assert_close(actual.cpu(), PLAIN * 2 + 1)
 
 
+def _change_a_view_after_a_break(x):
+  view = x[1:3]
+  torch._dynamo.graph_break()
+  view.add_(1)
+  x.mul_(2)
+  return view * 3
+
+
+def _change_one_of_two(x, part):
+  part.mul_(3)
+  return x * 2
+
+
+@pytest.mark.parametrize(
+  "function, inputs",
+  [
+    (_change_a_view_after_a_break, lambda x: (x,)),
+    (_change_one_of_two, lambda x: (x, x[1:])),
+  ],
+)
+def test_graph_that_changes_shared_memory_runs_uncompiled(function, inputs):
+  start = torch.arange(4.0)
+  compiled, x = torch.compile(function), start.to("jax", copy=True)
+  with pytest.warns(UserWarning, match="leaves a graph uncompiled .* memory another"):
+    results = [compiled(*inputs(x))]
+  results.append(compiled(*inputs(x)))
+  for result in results:
+    torch.testing.assert_close(result.cpu(), function(*inputs(start)))
+  torch.testing.assert_close(x.cpu(), start)
+
+
 def test_results_on_the_cpu_stay_there(x):
   number = torch.tensor(2.0)
 

@@ -32,6 +32,7 @@ from torchax.graphs.fx import (
 )
 from torchax.interop.jit import LEADING, Jitted
 from torchax.tensor import Tensor
+from torchax.tracing.effects import OverlapError
 
 NAME = "a function compiled with torch.compile"
 """Name of a function in messages if the frames of its nodes are unknown."""
@@ -64,28 +65,39 @@ def compile_graph(module: fx.GraphModule, options: Options) -> Callable:
   results = _Results(module.graph)
   _replace_higher_order(module.graph)
   module.recompile()
-  cpu_input = _cpu_input(module.graph)
+  is_compiled = True
   forward = draw_at_sites(module)
   parts = (forward, module.graph, arguments, results, options)
-  run = forward if cpu_input else _jit(*parts)
+  run = _jit(*parts)
   # Inside an outer trace host numbers are constants.
   run_in_trace = _jit(*parts) if arguments.on_host else run
-  if cpu_input:
+
+  def leave_uncompiled(reason: str) -> None:
+    nonlocal is_compiled
+    is_compiled = False
     warnings.warn(
-      "torch.compile leaves a graph uncompiled that takes a tensor on the CPU and "
-      'computes on jax. Call `.to("jax")` before the compiled function.'
-      f"{where(cpu_input)}",
-      stacklevel=2,
+      f"torch.compile leaves a graph uncompiled that {reason}", stacklevel=3
+    )
+
+  cpu_input = _cpu_input(module.graph)
+  if cpu_input:
+    leave_uncompiled(
+      'takes a tensor on the CPU and computes on jax. Call `.to("jax")` before the '
+      f"compiled function.{where(cpu_input)}"
     )
 
   def call(*args):
     args = [*args, *lifted]
-    if cpu_input:
-      with env_on(), options.apply():
-        return results.unbox(run(*arguments.plain(args)), args)
-    bound, on_host = arguments.bind(args)
-    with env_on(), options.apply(), host_numbers.argument_values(on_host):
-      return results.unbox((run_in_trace if active.boundary else run)(*bound), args)
+    with env_on(), options.apply():
+      if is_compiled:
+        bound, on_host = arguments.bind(args)
+        try:
+          with host_numbers.argument_values(on_host):
+            out = (run_in_trace if active.boundary else run)(*bound)
+          return results.unbox(out, args)
+        except OverlapError as error:
+          leave_uncompiled(f"is refused by jax_jit: {error}")
+      return results.unbox(forward(*arguments.plain(args)), args)
 
   return torch.compiler.disable(call)
 

@@ -26,6 +26,10 @@ from torchax.tracing.modules import is_born_in
 from torchax.tracing.specialization import Specialization, is_trained
 
 
+class OverlapError(MutationError):
+  """An argument was changed whose memory another argument has, too."""
+
+
 class Change(abc.ABC):
   """Change that each call of a program makes."""
 
@@ -340,7 +344,7 @@ def _of_arguments(
     if not (is_reshaped or is_rebound or storage.version):
       continue
     if index in specialization.overlapping:
-      raise MutationError(
+      raise OverlapError(
         f"{boundary.name} changes an argument in place whose memory another argument "
         "shares as a different view, or that repeats elements, as after `expand`. Pass "
         "the base and take the views inside."
