@@ -468,9 +468,16 @@ def _recorded_change(t, i):
   return zeros
 
 
+def _put_by_mask_and_index(t, i):
+  t = t.clone()
+  t[:, torch.tensor([0, 1, 1], device="jax"), t[0, 0] > 0] = 1.0
+  return t
+
+
 NEEDS_KNOWN = {
-  "mask": (TypeError, "fixed shape", lambda t, i: t[t > 0]),
-  "0d_mask": (TypeError, "fixed shape", lambda t, i: t[i > 0]),
+  "mask": (TracedStateError, "fixed shape", lambda t, i: t[t > 0]),
+  "0d_mask": (TracedStateError, "fixed shape", lambda t, i: t[i > 0]),
+  "mask_and_index": (TracedStateError, "fixed shape", _put_by_mask_and_index),
   "slice": (TracedStateError, "traced", lambda t, i: t[i:]),
   "as_strided": (MutationError, "clone", lambda t, i: t[i].as_strided((2,), (1,))),
 }

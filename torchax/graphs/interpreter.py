@@ -22,7 +22,7 @@ from torchax.dispatch.operands import IGNORED
 from torchax.dispatch.plans import Plan
 from torchax.dispatch.transfer import ToCopyPlan
 from torchax.environment import env_on
-from torchax.errors import DataDependentError, OperatorNotFound
+from torchax.errors import DataDependentError, OperatorNotFound, TracedStateError
 from torchax.graphs import higher_order, lowerings, strided
 from torchax.graphs.fx import (
   in_module_of,
@@ -94,7 +94,7 @@ class JaxInterpreter(torch.fx.Interpreter):
       is_inconclusive = isinstance(error, InconclusiveDimensionOperation)
       if (is_unhashable or is_inconclusive) and self._has_symbols(n):
         raise _needs_sizes(n) from error
-      if isinstance(error, TypeError) and _depends_on_data(n):
+      if isinstance(error, TracedStateError) and _depends_on_data(n):
         raise _data_dependent(n) from error
       if n.op == "call_function":
         error.add_note(f"Raised by {n.target} of a captured graph.{where(n)}")

@@ -5,6 +5,7 @@ import torch
 from ops.harness import Case, check, floats, ints
 
 import torchax
+from torchax.errors import TracedStateError
 from torchax.interop import jax_jit
 
 aten = torch.ops.aten
@@ -140,7 +141,7 @@ def test_indexing(case):
   "function", [lambda x: x[x > 0], torch.nonzero, lambda x: x.masked_select(x > 0)]
 )
 def test_shape_from_traced_values_raises_with_advice(function):
-  with torchax.default_env(), pytest.raises(TypeError, match="torch.where"):
+  with torchax.default_env(), pytest.raises(TracedStateError, match="torch.where"):
     jax_jit(function)(torch.ones(3, device="jax"))
 
 

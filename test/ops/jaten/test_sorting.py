@@ -5,6 +5,7 @@ import torch
 from ops.harness import Case, check, floats, ints
 
 import torchax
+from torchax.errors import TracedStateError
 from torchax.interop import jax_jit
 
 TIES = ints(3, 6, high=4)
@@ -64,7 +65,7 @@ def test_sorting(case):
 
 
 def test_unique_raises_inside_a_trace():
-  with torchax.default_env(), pytest.raises(TypeError, match="distinct"):
+  with torchax.default_env(), pytest.raises(TracedStateError, match="distinct"):
     jax_jit(torch.unique)(torch.ones(3, device="jax"))
 
 

@@ -71,7 +71,7 @@ DIFFERENCES: tuple[Difference, ...] = (
     ("argwhere", "bincount", "masked_select", "nonzero", "unique*"),
     ("jit", "jax_gradient"),
     ON_VALUES,
-    TypeError,
+    TracedStateError,
     message="unknown inside a JAX transformation",
   ),
   Difference(

@@ -12,6 +12,7 @@ import torch
 
 from torchax.core import mappings
 from torchax.core.static_values import StaticValue
+from torchax.errors import TracedStateError
 from torchax.ops.builtin import op
 from torchax.ops.jaten import _on_host
 from torchax.registry.index_rules import Condition
@@ -74,7 +75,7 @@ def _aten_histc(self, bins=100, min=0, max=0):
 @op(aten.bincount, compiled=False, on_host=_on_host.bincount)
 def _aten_bincount(self, weights=None, minlength=0):
   if isinstance(self, jax.core.Tracer):
-    raise TypeError(
+    raise TracedStateError(
       "bincount: the length of the result depends on values of the tensor, and these "
       "are unknown inside a JAX transformation such as jax.jit. Add ones with "
       "`scatter_add` to zeros of a known length instead."

@@ -20,6 +20,7 @@ import torch
 from jax import lax
 
 from torchax.core import mappings, out_of_range
+from torchax.errors import TracedStateError
 from torchax.ops.builtin import op
 from torchax.ops.jaten import _on_host
 from torchax.ops.promotion import int64
@@ -59,10 +60,10 @@ def _concrete(array, name) -> np.ndarray:
   """Return the values of an array that determines a shape.
 
   Raises:
-    TypeError: the array is traced.
+    TracedStateError: the array is traced.
   """
   if isinstance(array, jax.core.Tracer):
-    raise TypeError(
+    raise TracedStateError(
       f"{name}: the shape of the result depends on the values of a tensor, and these "
       "are unknown inside a JAX transformation such as jax.jit. Use torch.where(mask, "
       "x, y), masked_fill or nonzero_static, whose results have a fixed shape."
@@ -174,7 +175,7 @@ def _aten_index(self, indices):
 
   Raises:
     IndexError: too many indices, or a mask of another shape than it covers.
-    TypeError: a mask whose values are being traced.
+    TracedStateError: a mask whose values are being traced.
   """
   _check_masks(self, indices)
   return out_of_range.read(self, _without_masks(indices, "index"))

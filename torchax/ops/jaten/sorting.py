@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 
 from torchax.core import out_of_range
+from torchax.errors import TracedStateError
 from torchax.ops.builtin import op
 from torchax.ops.jaten._arguments import dim_of
 from torchax.ops.promotion import int64
@@ -134,7 +135,7 @@ def _aten_bucketize(self, boundaries, *, out_int32=False, right=False):
 
 def _values(array, name) -> np.ndarray:
   if isinstance(array, jax.core.Tracer):
-    raise TypeError(
+    raise TracedStateError(
       f"{name}: the number of distinct elements depends on the values of a tensor, "
       "and these are unknown inside a JAX transformation such as jax.jit. Call it "
       "outside, or sort and compare neighbours, which has a fixed shape."
