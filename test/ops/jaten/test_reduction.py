@@ -18,8 +18,18 @@ BYTES = ints(3, 4, low=0, high=2, dtype=torch.uint8)
 COMPLEX = torch.complex(ROWS, floats(3, 4, seed=1))
 SCALAR = torch.tensor(2.5)
 GAPS = torch.tensor([[1.0, 3.0, math.nan, 2.0], [5.0, math.nan, math.nan, 4.0]])
+# XLA loses NaN in the extrema of so many elements on the CPU.
+MANY = floats(64, 128)
+MANY[:, 40] = MANY[:, 100] = math.nan
 INFINITE = torch.full((2, 3), -math.inf)
 DATA_WHY = "the result depends on the data in shape, or is a Python value"
+
+MANY_CASES = (
+  *(Case(f, MANY) for f in (torch.amax, torch.amin, torch.aminmax)),
+  *(Case(f, MANY, 1) for f in (torch.max, torch.min, torch.argmax, torch.argmin)),
+  *(Case(torch.linalg.vector_norm, MANY, order, 1) for order in (math.inf, -math.inf)),
+  Case(torch.max, MANY.bfloat16()),
+)
 
 SUM_CASES = (
   *(
@@ -167,7 +177,8 @@ ORDER_CASES = (
 COUNT_CASES = ()
 
 CASES = (
-  SUM_CASES
+  MANY_CASES
+  + SUM_CASES
   + TRUTH_CASES
   + EXTREMUM_CASES
   + MOMENT_CASES

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from torchax.core import out_of_range
 from torchax.ops.builtin import op
 from torchax.ops.jaten import _numbers, _on_host
+from torchax.ops.jaten._extrema import highest
 from torchax.ops.jaten.indexing import add_at
 from torchax.ops.promotion import widen
 from torchax.registry.index_rules import Condition, Range
@@ -95,7 +96,7 @@ def _aten_embedding_renorm_(self, indices, max_norm, norm_type):
   wide = widen(self)
   norms = jnp.sum(jnp.abs(wide) ** norm_type, axis=1, keepdims=True) ** (1 / norm_type)
   norms = jnp.where(
-    norm_type == jnp.inf, jnp.max(jnp.abs(wide), axis=1, keepdims=True), norms
+    norm_type == jnp.inf, highest(jnp.abs(wide), 1, keepdims=True), norms
   )
   asked = (_counts(indices.reshape(-1), self.shape[0]) > 0)[:, None]
   scale = jnp.where(asked & (norms > max_norm), max_norm / (norms + RENORM_MARGIN), 1)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from torchax.ops.builtin import Kind, op
+from torchax.ops.jaten._extrema import highest, lowest
 from torchax.ops.promotion import widen
 from torchax.registry.names import aten
 
@@ -119,8 +120,8 @@ def _aten__fused_moving_avg_obs_fq_helper_functional(
     mixed = jnp.where(jnp.isinf(running), found, mixed).astype(running.dtype)
     return jnp.where(_is_on(observer_on), mixed, running)
 
-  running_min = averaged(running_min, jnp.min(self, axes))
-  running_max = averaged(running_max, jnp.max(self, axes))
+  running_min = averaged(running_min, lowest(self, axes))
+  running_max = averaged(running_max, highest(self, axes))
   grid = _choose_grid(running_min, running_max, quant_min, quant_max, symmetric_quant)
   scale, zero_point = (
     jnp.where(_is_on(fake_quant_on), new.reshape(old.shape).astype(old.dtype), old)

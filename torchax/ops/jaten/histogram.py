@@ -15,6 +15,7 @@ from torchax.core.static_values import StaticValue
 from torchax.errors import TracedStateError
 from torchax.ops.builtin import op
 from torchax.ops.jaten import _on_host
+from torchax.ops.jaten._extrema import highest, lowest
 from torchax.registry.index_rules import Condition
 from torchax.registry.names import aten
 
@@ -60,7 +61,7 @@ def _aten_histc(self, bins=100, min=0, max=0):
   values = jnp.ravel(self).astype(wide)
   low, high = jnp.asarray(min, wide), jnp.asarray(max, wide)
   if _is_python_number(min) and _is_python_number(max) and min == max and values.size:
-    low, high = jnp.min(values), jnp.max(values)
+    low, high = lowest(values), highest(values)
   is_finite = jnp.isfinite(low) & jnp.isfinite(high)
   is_point = low == high
   low, high = jnp.where(is_point, low - 1, low), jnp.where(is_point, high + 1, high)
@@ -134,7 +135,7 @@ def _limits(name, points, range):
   elif not len(points):
     pairs = [(0.0, 1.0)] * dimensions
   else:
-    pairs = list(zip(jnp.min(points, 0), jnp.max(points, 0)))
+    pairs = list(zip(lowest(points, 0), highest(points, 0)))
     for dimension, (low, high) in enumerate(pairs):
       _check_finite(name, dimension, low, high)
   limits = []

@@ -18,6 +18,7 @@ from torchax.errors import TracedStateError
 from torchax.ops.builtin import op
 from torchax.ops.jaten import _numbers, _on_host
 from torchax.ops.jaten._arguments import dim_of, require_no_bool
+from torchax.ops.jaten._extrema import highest, lowest
 from torchax.ops.promotion import int64, is_exact, promote, to_float
 from torchax.registry.names import aten, prims
 
@@ -172,12 +173,12 @@ def _aten_allclose(self, other, rtol=1e-05, atol=1e-08, equal_nan=False):
 
 @op(aten.amax)
 def _aten_amax(self, dim=(), keepdim=False):
-  return jnp.max(self, axis=_axes(self, dim), keepdims=keepdim)
+  return highest(self, _axes(self, dim), keepdim)
 
 
 @op(aten.amin)
 def _aten_amin(self, dim=(), keepdim=False):
-  return jnp.min(self, axis=_axes(self, dim), keepdims=keepdim)
+  return lowest(self, _axes(self, dim), keepdim)
 
 
 @op(aten.aminmax)
@@ -196,7 +197,7 @@ def _arg_extremum(reduce, self, dim, keepdim):
   if dim is None:
     values = values.reshape(-1)
   axis = 0 if dim is None else _axes(self, dim)[0]
-  is_found = (values == reduce(values, axis=axis, keepdims=True)) | (values != values)
+  is_found = (values == reduce(values, axis, keepdims=True)) | (values != values)
   indices = lax.broadcasted_iota(int64(), values.shape, axis)
   first = jnp.min(jnp.where(is_found, indices, jnp.iinfo(int64()).max), axis)
   if not keepdim:
@@ -207,13 +208,13 @@ def _arg_extremum(reduce, self, dim, keepdim):
 @op(aten.argmax, index_results=(0,))
 def _aten_argmax(self, dim=None, keepdim=False):
   require_no_bool("argmax()", self)
-  return _arg_extremum(jnp.max, self, dim, keepdim)
+  return _arg_extremum(highest, self, dim, keepdim)
 
 
 @op(aten.argmin, index_results=(0,))
 def _aten_argmin(self, dim=None, keepdim=False):
   require_no_bool("argmin()", self)
-  return _arg_extremum(jnp.min, self, dim, keepdim)
+  return _arg_extremum(lowest, self, dim, keepdim)
 
 
 def _extremum_and_index(reduce, self, dim, keepdim):
@@ -221,17 +222,17 @@ def _extremum_and_index(reduce, self, dim, keepdim):
   if dim is None:
     return reduce(self)
   indices = _arg_extremum(reduce, self, dim, keepdim)
-  return reduce(self, axis=_axes(self, dim), keepdims=keepdim), indices
+  return reduce(self, _axes(self, dim), keepdim), indices
 
 
 @op(aten.max.default, aten.max.dim, index_results=(1,))
 def _aten_max(self, dim=None, keepdim=False):
-  return _extremum_and_index(jnp.max, self, dim, keepdim)
+  return _extremum_and_index(highest, self, dim, keepdim)
 
 
 @op(aten.min.default, aten.min.dim, index_results=(1,))
 def _aten_min(self, dim=None, keepdim=False):
-  return _extremum_and_index(jnp.min, self, dim, keepdim)
+  return _extremum_and_index(lowest, self, dim, keepdim)
 
 
 @op(aten.max.other)
@@ -311,8 +312,7 @@ def norm_of_magnitudes(magnitudes, ord, axes, keepdim):
   if isinstance(ord, tuple):
     pass
   elif math.isinf(ord):
-    reduce = jnp.max if ord > 0 else jnp.min
-    return reduce(magnitudes, axis=axes, keepdims=keepdim)
+    return (highest if ord > 0 else lowest)(magnitudes, axes, keepdim)
   if ord == 0:
     nonzero = (magnitudes != 0).astype(magnitudes.dtype)
     return jnp.sum(nonzero, axis=axes, keepdims=keepdim)
