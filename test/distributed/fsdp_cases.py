@@ -133,11 +133,15 @@ SCHEDULES = {
   "reshard after forward": lambda block: block.set_reshard_after_forward(False),
   "reshard after backward": lambda block: block.set_reshard_after_backward(False),
   "unshard in backward": lambda block: block.set_unshard_in_backward(False),
-  "forward prefetch": lambda block: block.set_modules_to_forward_prefetch([block.up]),
-  "backward prefetch": lambda block: block.set_modules_to_backward_prefetch([block.up]),
+  "forward prefetch": lambda block: block.set_modules_to_forward_prefetch(
+    modules=[block.up]
+  ),
+  "backward prefetch": lambda block: block.set_modules_to_backward_prefetch(
+    modules=[block.up]
+  ),
   "mean of means": lambda block: block.set_gradient_divide_factor(8.0),
   "sums": lambda block: block.set_gradient_divide_factor(1.0),
-  "streams": lambda block: share_comm_ctx([block, block.up]),
+  "streams": lambda block: share_comm_ctx(modules=[block, block.up]),
 }
 
 

@@ -212,17 +212,17 @@ class FullySharded:
     """Do nothing: parameters always have their global shape."""
     return Handle() if async_op else None
 
-  def set_modules_to_forward_prefetch(self, module_placement) -> None:
+  def set_modules_to_forward_prefetch(self, modules) -> None:
     """Check the modules only: XLA decides when to gather.
 
     Raises:
       ValueError: `fully_shard` was not applied to a module (torch's error).
     """
-    _require_sharded(module_placement)
+    _require_sharded(modules)
 
-  def set_modules_to_backward_prefetch(self, module_placement) -> None:
+  def set_modules_to_backward_prefetch(self, modules) -> None:
     """Check the modules only, as `set_modules_to_forward_prefetch` does."""
-    _require_sharded(module_placement)
+    _require_sharded(modules)
 
   def set_gradient_divide_factor(self, factor: float) -> None:
     """Check the factor only: gradients follow from the loss as written.
@@ -284,8 +284,8 @@ def original_of(cls: type) -> type:
   return cls._original  # type: ignore[attr-defined]
 
 
-def _require_sharded(module_placement: Iterable) -> None:
-  for module in module_placement:
+def _require_sharded(modules: Iterable) -> None:
+  for module in modules:
     if not is_sharded(module):
       raise ValueError(
         "Expects modules that fully_shard was applied to, but got "
@@ -349,12 +349,12 @@ def register_forward_method(original: Callable, module, method_name: str) -> Non
   setattr(module, method_name, wrapped)
 
 
-def share_context(original: Callable, module_placement) -> None:
+def share_context(original: Callable, modules) -> None:
   """Implement `share_comm_ctx`: check only, there are no streams to share."""
-  if not any(map(is_sharded, module_placement)):
-    original(module_placement)
+  if not any(map(is_sharded, modules)):
+    original(modules)
     return
-  _require_sharded(module_placement)
+  _require_sharded(modules)
 
 
 # Replacements of torch's functions ----------------------------------------------------
