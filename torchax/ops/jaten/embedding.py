@@ -47,12 +47,15 @@ def _is_used(indices, padding_idx):
   return jnp.full(indices.shape, padding_idx < 0) | (indices != padding_idx)
 
 
-def _add_rows(rows, indices, num_weights, dtype):
-  """Add up `rows` (n, d) by index in a table of zeros, in float32 or wider."""
-  table = jnp.zeros((num_weights, rows.shape[-1]), widen(rows).dtype)
+def _add_rows(rows, indices, num_weights, scale_grad_by_freq, padding_idx):
+  """Add up gradients `rows` (n, d) by index in a table of zeros."""
+  if scale_grad_by_freq:
+    rows = rows / _counts(indices, num_weights)[indices][:, None]
+  rows = jnp.where(_is_used(indices, padding_idx)[:, None], rows, 0)
+  table = jnp.zeros((num_weights, rows.shape[-1]), rows.dtype)
   broken = out_of_range.is_out_of_range(indices, num_weights)
   inside = out_of_range.clip(indices, num_weights)
-  return out_of_range.write(table, inside, widen(rows), add_at, broken).astype(dtype)
+  return out_of_range.write(table, inside, rows, add_at, broken)
 
 
 def _table_rules(weight, indices, *rest, **named):
@@ -78,10 +81,8 @@ def _aten_embedding_dense_backward(
 ):
   flat = indices.reshape(-1)
   rows = widen(grad_output).reshape(flat.size, grad_output.shape[-1])
-  if scale_grad_by_freq:
-    rows = rows / _counts(flat, num_weights)[flat][:, None]
-  rows = jnp.where(_is_used(flat, padding_idx)[:, None], rows, 0)
-  return _add_rows(rows, flat, num_weights, grad_output.dtype)
+  table = _add_rows(rows, flat, num_weights, scale_grad_by_freq, padding_idx)
+  return table.astype(grad_output.dtype)
 
 
 def _renorm_rules(self, indices, *rest, **named):
@@ -218,10 +219,8 @@ def _aten__embedding_bag_dense_backward(
     rows = rows / jnp.maximum(bag_size, 1)[offset2bag][:, None]
   if per_sample_weights is not None:
     rows = rows * widen(per_sample_weights)[:, None]
-  if scale_grad_by_freq:
-    rows = rows / _counts(indices, num_weights)[indices][:, None]
-  rows = jnp.where(_is_used(indices, padding_idx)[:, None], rows, 0)
-  return _add_rows(rows, indices, num_weights, grad.dtype)
+  table = _add_rows(rows, indices, num_weights, scale_grad_by_freq, padding_idx)
+  return table.astype(grad.dtype)
 
 
 @op(aten._embedding_bag_backward, **_PADDING)
