@@ -169,7 +169,7 @@ class Bucketed:
     return _Entry(program, operands, padded, cropped, out_treedef)
 
   def _bucket(self, leaves: list, treedef, padded: list[tuple[int, ...]]) -> _Bucket:
-    key = (treedef, tuple(map(_type_of, leaves)), jax_compat.trace_context())
+    key = (treedef, tuple(map(jax.typeof, leaves)), jax_compat.trace_context())
     bucket = self._padded.get(key)
     if bucket is None:
       try:
@@ -213,13 +213,6 @@ class Bucketed:
 def _with_shape(leaf, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
   kind = jax.typeof(leaf)
   return jax.ShapeDtypeStruct(shape, kind.dtype, weak_type=kind.weak_type)
-
-
-def _type_of(leaf) -> jax.core.AbstractValue:
-  is_padded = isinstance(leaf, jax.ShapeDtypeStruct)
-  if not is_padded:
-    return jax.typeof(leaf)
-  return jax.core.ShapedArray(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
 
 
 def _is_tape(value) -> bool:

@@ -22,11 +22,8 @@ from torchax.tracing.padded.program import (
   true_index,
 )
 
-
-@rule("transpose", "squeeze", "expand_dims", "stack")
-@rule("broadcast_in_dim", "iota", sized=("shape",))
-def _bind(operation: Operation, *operands) -> list:
-  return operation.bind(*operands)
+rule("transpose", "squeeze", "expand_dims", "stack")(Operation.bind)
+rule("broadcast_in_dim", "iota", sized=("shape",))(Operation.bind)
 
 
 # Reshapes -----------------------------------------------------------------------------
@@ -42,10 +39,11 @@ def _reshape(operation: Operation, operand) -> list:
   for old, new in _blocks(before, after):
     if is_sized(old + new):
       operation.program.equal.append((old, new))
-    if _moves(old, new):
-      rest = array.size // max(1, product(done) * product(old))
-      array = array.reshape(product(done), product(old), rest)
-      array = jnp.take(array, _sources(old, new), axis=1, mode="clip")
+      if _significant(old) != _significant(new):
+        # In the padded array true elements move.
+        rest = array.size // max(1, product(done) * product(old))
+        array = array.reshape(product(done), product(old), rest)
+        array = jnp.take(array, _sources(old, new), axis=1, mode="clip")
     done += [int(size) for size in new]
   return [array.reshape(tuple(map(int, after)))]
 
@@ -76,13 +74,6 @@ def _count(dims: Dims) -> tuple[int, ...]:
     counts = [count * value for count, value in zip(counts, values)]
   # Without sizes, the number is the same in all traces.
   return tuple(counts) if len(set(counts)) > 1 else (counts[0],)
-
-
-def _moves(old: Dims, new: Dims) -> bool:
-  """Return True if a reshape of padded arrays would mix true elements with padding."""
-  if not is_sized(old + new):
-    return False
-  return _significant(old) != _significant(new)
 
 
 def _significant(dims: Dims) -> list:
@@ -213,9 +204,7 @@ def _concatenate(operation: Operation, *operands) -> list:
   sizes = [shape[axis] for shape in operation.inputs]
   if not is_sized(sizes[:-1]):
     return operation.bind(*operands)
-  config = [(0, 0, 0)] * operands[0].ndim
-  config[axis] = (0, sum(map(int, sizes[1:])), 0)
-  whole = lax.pad(operands[0], jnp.zeros((), operands[0].dtype), config)
+  whole = extend(operands[0], axis, sum(map(int, sizes[1:])))
   start = true(sizes[0])
   for operand, size in zip(operands[1:], sizes[1:]):
     # Each operand overwrites the padding of the one before.

@@ -33,9 +33,7 @@ shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor zet
 """
 
 
-@rule(*_ELEMENTWISE.split())
-def _elementwise(operation: Operation, *operands) -> list:
-  return operation.bind(*operands)
+rule(*_ELEMENTWISE.split())(Operation.bind)
 
 
 @rule("with_derivative")
