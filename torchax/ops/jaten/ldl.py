@@ -14,9 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from torchax.core import out_of_range
 from torchax.ops.builtin import op
-from torchax.ops.jaten.solve import check_info, needs_no_check
+from torchax.ops.jaten.solve import check_info, fill_if_wrong, needs_no_check
 from torchax.registry.index_rules import Range
 from torchax.registry.names import aten
 
@@ -210,6 +209,5 @@ def _aten_linalg_ldl_solve(LD, pivots, B, hermitian=False):
     return jnp.zeros(batch + B.shape[-2:], B.dtype)
   conjugated = jnp.conj if hermitian else (lambda x: x)
   solve = functools.partial(_solve, conjugated=conjugated)
-  broken = out_of_range.is_out_of_range(jnp.abs(pivots) - 1, LD.shape[-1]).any(-1)
-  right = out_of_range.fill_invalid(B, broken[..., None, None])
+  right = fill_if_wrong(B, jnp.abs(pivots) - 1, LD.shape[-1])
   return jnp.vectorize(solve, signature="(n,n),(n),(n,k)->(n,k)")(LD, pivots, right)

@@ -222,10 +222,7 @@ def _aten_lu_unpack(LU_data, LU_pivots, unpack_data=True, unpack_pivots=True):
   if unpack_pivots:
     permutation = lax.linalg.lu_pivots_to_permutation(LU_pivots - 1, rows)
     permutation_matrix = jax.nn.one_hot(permutation, rows, dtype=dtype).mT
-    is_invalid = out_of_range.is_out_of_range(LU_pivots - 1, rows).any(-1)[
-      ..., None, None
-    ]
-    permutation_matrix = out_of_range.fill_invalid(permutation_matrix, is_invalid)
+    permutation_matrix = fill_if_wrong(permutation_matrix, LU_pivots - 1, rows)
   if unpack_data:
     lower = jnp.tril(LU_data[..., :, :rank], -1) + jnp.eye(rows, rank, dtype=dtype)
     upper = jnp.triu(LU_data[..., :rank, :])
@@ -239,14 +236,19 @@ def _aten_linalg_lu(A, pivot=True):
   return _aten_lu_unpack(factors, pivots)
 
 
+def fill_if_wrong(matrix, indices, rows):
+  """Make a matrix NaN if one of its `indices` is not that of a row."""
+  is_wrong = out_of_range.is_out_of_range(indices, rows).any(-1)
+  return out_of_range.fill_invalid(matrix, is_wrong[..., None, None])
+
+
 def _lu_solve(factors, pivots, right, adjoint=False):
   """Solve A X = right, or A^H X = right, from P A = L U."""
   factors, right = _broadcast_batches(factors, right)
   rows = factors.shape[-1]
   permutation = lax.linalg.lu_pivots_to_permutation(pivots - 1, rows)
   permutation = jnp.broadcast_to(permutation, right.shape[:-1])
-  is_invalid = out_of_range.is_out_of_range(pivots - 1, rows).any(-1)[..., None, None]
-  right = out_of_range.fill_invalid(right, is_invalid)
+  right = fill_if_wrong(right, pivots - 1, rows)
   if not adjoint:
     right = jnp.take_along_axis(right, permutation[..., None], axis=-2)
     half = _solve_triangular(factors, right, lower=True, unit=True)
