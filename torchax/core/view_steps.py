@@ -97,7 +97,8 @@ class ViewInfo:
     Args:
       array: numpy array of any shape.
     """
-    return _on_host(self.transform_tensor, array)
+    with jax.ensure_compile_time_eval():  # also while JAX is tracing
+      return np.asarray(self.transform_tensor(jnp.asarray(array)))
 
   def calculate_output_shape(self, source: jax.Array) -> list[int]:
     """Return the shape of the view of an array.
@@ -109,12 +110,6 @@ class ViewInfo:
     [2]
     """
     return list(jax.eval_shape(self.transform_tensor, source).shape)
-
-
-def _on_host(function, array: np.ndarray) -> np.ndarray:
-  """Apply a view function to a numpy array, also while JAX is tracing."""
-  with jax.ensure_compile_time_eval():
-    return np.asarray(function(jnp.asarray(array)))
 
 
 def put_slice(array: jax.Array, value: jax.Array, dim: int, start) -> jax.Array:
