@@ -80,12 +80,17 @@ def name_of(function) -> str:
   return name
 
 
-def location_of(function) -> tuple[str, int] | None:
-  """Return the file and first line of the user's function; None if unknown."""
+def function_of(function):
+  """Return the function that a partial, a method or a module calls."""
   while isinstance(function, functools.partial):
     function = function.func
   method = getattr(function, "forward", function)
-  code = getattr(getattr(method, "__func__", method), "__code__", None)
+  return getattr(method, "__func__", method)
+
+
+def location_of(function) -> tuple[str, int] | None:
+  """Return the file and first line of the user's function; None if unknown."""
+  code = getattr(function_of(function), "__code__", None)
   return None if code is None else (code.co_filename, code.co_firstlineno)
 
 

@@ -5,11 +5,11 @@ It traces a call with `Jitted.describe_call` and describes the result.
 
 import contextlib
 import dataclasses
-import functools
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from torchax.compat.user_code import function_of
 from torchax.core.static_values import describe_value, key_of
 from torchax.core.tracebacks import hide_library_frames
 from torchax.interop.jit import Jitted
@@ -158,10 +158,7 @@ def _effects(effects, arguments: list[str], traced, captured: list[str]) -> dict
 
 def _constants(function: Callable) -> Iterator[tuple[str, str]]:
   """Yield (name, description) of constants in a function's globals and closure."""
-  while isinstance(function, functools.partial):
-    function = function.func
-  method = getattr(function, "forward", function)
-  function = getattr(method, "__func__", method)
+  function = function_of(function)
   code = getattr(function, "__code__", None)
   if code is None:
     return
