@@ -24,6 +24,7 @@ from torchax import rng
 from torchax.compat import jax_compat, torch_compat
 from torchax.core import program_limit
 from torchax.core.boundary import Boundary
+from torchax.core.partitions import is_tensor
 from torchax.core.program_limit import ProgramCache
 from torchax.core.storage import Storage
 from torchax.dispatch import autograd
@@ -108,7 +109,7 @@ class BackwardProgram:
       leaves: argument leaves of the function.
       gradients: cotangents of the output leaves in `indices`.
     """
-    outputs = jax.tree.leaves(out, is_leaf=lambda leaf: isinstance(leaf, torch.Tensor))
+    outputs = jax.tree.leaves(out, is_leaf=is_tensor)
     outputs += [target.get(leaves) for target in self.assigned]
     recorded = [outputs[index] for index in self.indices]
     wanted = [*[leaves[index] for index in self.arguments], *self.roots]
