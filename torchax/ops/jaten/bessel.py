@@ -220,11 +220,6 @@ def _aten_special_i1e(self):
   return lax.bessel_i1e(self)
 
 
-# Upstream's names for the functions that torch lists twice.
-_aten_special_modified_bessel_i0 = _aten_i0
-_aten_special_modified_bessel_i1 = _aten_special_i1
-
-
 def _scaled_bessel_k(order, x):
   """Compute eˣ Kₙ(x); inf at 0, NaN below."""
   near = jnp.clip(x, 0, DECAYING_BOUND)

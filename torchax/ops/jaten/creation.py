@@ -119,9 +119,6 @@ def _aten_zeros_like(self, *, dtype=None):
   return _new_zeros(self, self.shape, dtype=dtype)
 
 
-_aten_empty_like = _aten_zeros_like
-
-
 @op(aten.zero, on_host=_on_host.constant_like(0))
 def _aten_zero(self):
   return _new_zeros(self, self.shape)
@@ -387,9 +384,6 @@ def _aten_triu_indices(row, col, offset=0, *, dtype=torch.int64):
 @op(aten.clone, aten.lift_fresh, aten.lift_fresh_copy, on_host=np.array)
 def _aten_clone(self):
   return self
-
-
-_aten_lift_fresh = _aten_lift_fresh_copy = _aten_clone
 
 
 @op(aten._to_copy, on_host=_on_host.to_copy)

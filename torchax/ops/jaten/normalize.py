@@ -329,9 +329,6 @@ def _aten_native_batch_norm(
   return tuple(outputs)
 
 
-_aten__native_batch_norm_legit = _aten_native_batch_norm
-
-
 @op(aten.cudnn_batch_norm, kind=Kind.TENSORS)
 def _aten_cudnn_batch_norm(input, *arguments):
   """Call `native_batch_norm` and return an empty reserve, unused by the backward."""

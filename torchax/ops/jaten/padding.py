@@ -98,8 +98,6 @@ def _register(name, mode):
   def backward(grad_output, self, padding):
     return jax.vjp(lambda x: lowering(x, padding), self)[1](grad_output)[0]
 
-  return lowering
 
-
-_aten_reflection_pad1d = _register("reflection_pad", "reflect")
+_register("reflection_pad", "reflect")
 _register("replication_pad", "replicate")
