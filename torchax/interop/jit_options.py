@@ -115,12 +115,9 @@ def _name_of(transform: Callable) -> str:
 def _keywords_of(transform: Callable) -> tuple[str, ...]:
   """Return the keywords of a transformation; () if its signature does not list them."""
   signature = signature_of(transform)
-  if signature is None:
+  if signature is None or _takes(signature, inspect.Parameter.VAR_KEYWORD):
     return ()
-  parameters = list(signature.parameters.values())
-  if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-    return ()
-  return tuple(parameter.name for parameter in parameters[1:])
+  return tuple(signature.parameters)[1:]
 
 
 def with_names(
@@ -242,8 +239,7 @@ def _check_arguments(
         f"{count} positional argument(s)."
       )
   if not _takes(signature, inspect.Parameter.VAR_KEYWORD):
-    parameter_names = {p.name for p in signature.parameters.values()}
-    unknown = [each for each in names if each not in parameter_names]
+    unknown = [each for each in names if each not in signature.parameters]
     if unknown:
       raise ValueError(
         f"{name} was given {names_key}={names}, but {user}{signature} has no argument "
