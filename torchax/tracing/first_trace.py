@@ -92,9 +92,10 @@ class FirstTrace:
 
   def applies_to(self, operands: Operands) -> bool:
     """Return True if a trace with these operands would be the same."""
-    return self._call == operands.call and all(
-      name in operands.named if name is not _NO_NAME else not _is_tracer(constant)
-      for name, constant in zip(self._names, self._constants)
+    return (
+      self._call == operands.call
+      and operands.named.keys() >= set(self._names) - {_NO_NAME}
+      and not any(isinstance(each, jax.core.Tracer) for each in self._constants)
     )
 
   def replay(self, operands: Operands):
@@ -108,7 +109,3 @@ class FirstTrace:
 
 
 _NO_NAME = object()
-
-
-def _is_tracer(value) -> bool:
-  return isinstance(value, jax.core.Tracer)
