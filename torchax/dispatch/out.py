@@ -1,6 +1,5 @@
 """Plans of operations with `out=`: results are written to the caller's tensors."""
 
-import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torchax.compat import torch_compat
 from torchax.core import mappings
 from torchax.core.chains import WHOLE
+from torchax.core.view_steps import contiguous_strides
 from torchax.devices import placement
 from torchax.dispatch import torch_checks
 from torchax.dispatch.in_place import require_writable
@@ -114,7 +114,7 @@ def write_output(name: str, output: torch.Tensor, result: Tensor) -> None:
 
 def _resize_view(view: View, shape: tuple[int, ...]) -> None:
   """Resize a view in place to a contiguous one with the same offset."""
-  strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+  strides = contiguous_strides(shape)
   with torch.no_grad():
     resized: Any = view.as_strided(shape, strides, view.storage_offset())
   torch_compat.set_metadata(view, resized)
