@@ -54,20 +54,21 @@ def raise_as_torch(error: Exception, op, args, kwargs, operator: Operator) -> No
     raise donated_error(str(op)) from error
   if jax_compat.is_about_devices(error):
     raise MixedDeviceError(placement.MIXED.format(what=op, found=error)) from error
-  is_plain = type(error) in _PLAIN or str(error) == _RANK
-  is_plain = is_plain and narrowing.REMEDY not in str(error)  # our own message
-  if is_plain:
-    require_label_dtypes(op, args, kwargs, operator)
-  if is_plain and operator.is_builtin and op is not operator.func:
+  if type(error) not in _PLAIN and str(error) != _RANK:
+    return
+  if narrowing.REMEDY in str(error):
+    return  # our own message
+  require_label_dtypes(op, args, kwargs, operator)
+  if operator.is_builtin and op is not operator.func:
     # If torch refuses the arguments too, raise its error.
     torch_checks.raise_as_torch(op, args, kwargs)
-  if is_plain and _BROADCAST in str(error):
+  if _BROADCAST in str(error):
     raise RuntimeError(
       f"{op}: the sizes of the tensors do not match and do not broadcast. {error}"
     ) from error
-  if is_plain and _DTYPE in str(error):
+  if _DTYPE in str(error):
     raise WrongDtypeError(f"{op} is not implemented for this dtype: {error}") from error
-  if is_plain and str(error) == _RANK:
+  if str(error) == _RANK:
     shapes = [list(t.shape) for t in args if isinstance(t, torch.Tensor)]
     raise RuntimeError(
       f"{op} expects tensors of more dimensions, but got shapes {shapes}."
