@@ -175,9 +175,13 @@ def _jvp_of_outputs(primals, tangents, *, transpose, counts):
   results = [jax.typeof(array) for array in out]
   if not moving:
     return out, list(map(zero_tangent, out))
-  rule = functools.partial(_transposed_by_some, transpose, count, tuple(moving))
+
+  def of_moving(residuals, cotangents, wanted):
+    chosen = [i for i, want in zip(moving, wanted) if want]
+    return transpose(residuals, cotangents, tuple([i in chosen for i in range(count)]))
+
   tangents = [tangents[start + i] for i in moving]
-  return out, linear_map(rule, [*out, *primals[start:]], tangents, results)
+  return out, linear_map(of_moving, [*out, *primals[start:]], tangents, results)
 
 
 def zero_tangent(value) -> ad.Zero:
@@ -188,11 +192,6 @@ def zero_tangent(value) -> ad.Zero:
 def _is_zero(tangent) -> bool:
   """Return True for a zero tangent, which integers always have."""
   return type(tangent) is ad.Zero or tangent.dtype == jax.dtypes.float0
-
-
-def _transposed_by_some(transpose, count, moving, residuals, cotangents, wanted):
-  chosen = [i for i, want in zip(moving, wanted) if want]
-  return transpose(residuals, cotangents, tuple([i in chosen for i in range(count)]))
 
 
 def _batch_outputs(args, axes, *, transpose, counts):
