@@ -12,7 +12,7 @@ import torch
 
 from torchax.core import mappings
 from torchax.ops.jaten._arguments import expand_sizes
-from torchax.ops.jaten.pooling import _send_back, register
+from torchax.ops.jaten.pooling import _max_pool_backward, register
 
 
 def _starts(sample, size: int, pooled: int, kernel: int):
@@ -61,11 +61,5 @@ def _maxima(planes, cells, self, pooled):
   return values, indices.astype(mappings.t2j_dtype(torch.int64))
 
 
-def _fractional_max_pool_backward(
-  grad_output, self, kernel_size, output_size, indices, *, rank
-):
-  return _send_back(grad_output, self, indices, rank)
-
-
 register("fractional_max_pool{}d", _fractional_max_pool)
-register("fractional_max_pool{}d_backward", _fractional_max_pool_backward)
+register("fractional_max_pool{}d_backward", _max_pool_backward)

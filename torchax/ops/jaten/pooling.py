@@ -124,18 +124,13 @@ def _write(cells, indices, values, rank, put, **options):
   )
 
 
-def _send_back(grad_output, self, indices, rank):
+def _max_pool_backward(grad_output, self, *windows_and_indices, rank):
   """Add each gradient to the cell of its maximum."""
+  indices = windows_and_indices[-1]
   cells = jnp.zeros(_flatten_planes(self, rank).shape, widen(grad_output).dtype)
   if cells.shape[1]:
     cells = _write(cells, indices, widen(grad_output), rank, add_at, gathers=True)
   return cells.reshape(self.shape).astype(grad_output.dtype)
-
-
-def _max_pool_backward(
-  grad_output, self, kernel_size, stride, padding, dilation, ceil_mode, indices, *, rank
-):
-  return _send_back(grad_output, self, indices, rank)
 
 
 max_pool2d_with_indices_backward_custom = register(
@@ -333,4 +328,4 @@ def _adaptive_max_pool(self, output_size, rank):
 
 
 register("adaptive_max_pool{}d", _adaptive_max_pool, index_results=(1,))
-register("adaptive_max_pool{}d_backward", _send_back)
+register("adaptive_max_pool{}d_backward", _max_pool_backward)
