@@ -138,7 +138,8 @@ max_pool2d_with_indices_backward_custom = register(
 )
 
 
-def _unpool(self, indices, output_size, rank):
+def _unpool(self, indices, output_size, *windows, rank):
+  """Write each value to the cell of its index; only 3-d calls have `windows`."""
   shape = (*self.shape[:-rank], *output_size)
   planes = math.prod(self.shape[:-rank])
   cells = jnp.zeros((planes, math.prod(output_size)), self.dtype)
@@ -151,14 +152,7 @@ def _unpool_rules(self, indices, output_size, *rest, **named):
   yield Range(indices, 0, math.prod(output_size), RuntimeError, message)
 
 
-@op(aten.max_unpool2d, rules=_unpool_rules)
-def _aten_max_unpoolxd(self, indices, output_size):
-  return _unpool(self, indices, output_size, 2)
-
-
-@op(aten.max_unpool3d, rules=_unpool_rules)
-def _aten_max_unpool3d(self, indices, output_size, stride, padding):
-  return _unpool(self, indices, output_size, 3)
+_aten_max_unpoolxd = register("max_unpool{}d", _unpool, rules=_unpool_rules)
 
 
 # ---- Average
