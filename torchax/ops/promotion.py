@@ -33,6 +33,11 @@ def int64() -> jnp.dtype:
   return mappings.t2j_dtype(torch.int64)
 
 
+def dtype_or(dtype: torch.dtype | None, fallback: jnp.dtype) -> jnp.dtype:
+  """Return the JAX dtype of a torch dtype; `fallback` for None."""
+  return fallback if dtype is None else mappings.t2j_dtype(dtype)
+
+
 _NUMBER_DTYPES = {
   bool: lambda: jnp.dtype(bool),
   int: int64,

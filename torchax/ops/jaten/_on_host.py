@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from torchax.core import mappings
-from torchax.ops.promotion import default_float
+from torchax.ops.promotion import default_float, dtype_or
 
 # Largest size in elements; up to it numpy is as fast as a compiled program.
 _MAX_SIZE = 2**15
@@ -192,7 +192,7 @@ def constant(value):
   """Return a factory `(size) -> array` filled with `value`."""
 
   def on_host(size, *layout, dtype=None):
-    dtype = default_float() if dtype is None else mappings.t2j_dtype(dtype)
+    dtype = dtype_or(dtype, default_float())
     return full(size, value, dtype)
 
   return on_host
@@ -202,7 +202,7 @@ def new_constant(value):
   """Return a factory `(self, size) -> array` filled with `value`."""
 
   def on_host(self, size, *layout, dtype=None):
-    dtype = self.dtype if dtype is None else mappings.t2j_dtype(dtype)
+    dtype = dtype_or(dtype, self.dtype)
     return full(size, value, dtype)
 
   return on_host
@@ -216,7 +216,7 @@ def constant_like(value):
 
 def full_like(self, fill_value, *, dtype=None):
   """Return an array of the shape of `self`, filled with a number."""
-  dtype = self.dtype if dtype is None else mappings.t2j_dtype(dtype)
+  dtype = dtype_or(dtype, self.dtype)
   value = np.asarray(fill_value)
   if value.dtype != dtype:
     value = _scalar_as(value, np.empty(1, dtype))

@@ -20,14 +20,9 @@ from torchax.core.static_values import StaticValue
 from torchax.ops.builtin import Kind, op
 from torchax.ops.casting import cast, require_fit
 from torchax.ops.jaten import _on_host
-from torchax.ops.promotion import default_float, result_dtype
+from torchax.ops.promotion import default_float, dtype_or, result_dtype
 from torchax.registry.names import aten
 from torchax.tensor import Tensor
-
-
-def _dtype_or(dtype, fallback):
-  """Return the JAX dtype of a torch dtype; `fallback` for None."""
-  return fallback if dtype is None else mappings.t2j_dtype(dtype)
 
 
 def _scalar(value, dtype):
@@ -61,7 +56,7 @@ def _vary_like(array, like):
 
 @op(aten.zeros, aten.empty, aten._efficientzerotensor, on_host=_on_host.constant(0))
 def _zeros(size, *, dtype=None):
-  return _zero_array(size, _dtype_or(dtype, default_float()))
+  return _zero_array(size, dtype_or(dtype, default_float()))
 
 
 _aten_empty = _zeros
@@ -69,7 +64,7 @@ _aten_empty = _zeros
 
 @op(aten.ones, on_host=_on_host.constant(1))
 def _ones(size, *, dtype=None):
-  return jnp.broadcast_to(cast(1.0, _dtype_or(dtype, default_float())), size)
+  return jnp.broadcast_to(cast(1.0, dtype_or(dtype, default_float())), size)
 
 
 def _check_full(size, fill_value, *, dtype=None, **_ignored):
@@ -87,7 +82,7 @@ def _check_new_full(self, size, fill_value, *, dtype=None, **_ignored):
 
 @op(aten.full, check=_check_full)
 def _full(size, fill_value, *, dtype=None):
-  value = _scalar(fill_value, _dtype_or(dtype, result_dtype(fill_value)))
+  value = _scalar(fill_value, dtype_or(dtype, result_dtype(fill_value)))
   return jnp.broadcast_to(value, size)
 
 
@@ -103,7 +98,7 @@ def _aten_empty_strided(size, stride, *, dtype=None):
 
 @op(aten.eye)
 def _aten_eye(n, m=None, *, dtype=None):
-  return jnp.eye(n, m, dtype=_dtype_or(dtype, default_float()))
+  return jnp.eye(n, m, dtype=dtype_or(dtype, default_float()))
 
 
 # --- like a tensor ---------------------------------------------------------------
@@ -136,7 +131,7 @@ def _aten_full_like(self, fill_value, *, dtype=None):
 
 @op(aten.new_zeros, aten.new_empty, on_host=_on_host.new_constant(0))
 def _new_zeros(self, size, *, dtype=None):
-  return _vary_like(_zero_array(size, _dtype_or(dtype, self.dtype)), self)
+  return _vary_like(_zero_array(size, dtype_or(dtype, self.dtype)), self)
 
 
 _new_empty = _new_zeros
@@ -144,12 +139,12 @@ _new_empty = _new_zeros
 
 @op(aten.new_ones, on_host=_on_host.new_constant(1))
 def _new_ones(self, size, *, dtype=None):
-  return _vary_like(jnp.ones(size, _dtype_or(dtype, self.dtype)), self)
+  return _vary_like(jnp.ones(size, dtype_or(dtype, self.dtype)), self)
 
 
 @op(aten.new_full, check=_check_new_full)
 def _new_full(self, size, fill_value, *, dtype=None):
-  value = _scalar(fill_value, _dtype_or(dtype, self.dtype))
+  value = _scalar(fill_value, dtype_or(dtype, self.dtype))
   return _vary_like(jnp.broadcast_to(value, size), self)
 
 
@@ -234,7 +229,7 @@ _BOUNDS = ("start", "end", "step")
 @op(aten.range.default, aten.range.step, static=_BOUNDS)
 def _aten_range(start, end, step=1, *, dtype=None):
   """Count from start to end, inclusive if a step reaches it."""
-  jax_dtype = _dtype_or(dtype, default_float())
+  jax_dtype = dtype_or(dtype, default_float())
   length = _arange_length(start, end, step) if end != start else 0
   length += (end - start) % step == 0
   return _float_range(start, step, length, jax_dtype)
@@ -303,7 +298,7 @@ def _equally_spaced(start, end, steps, dtype):
 def _spaced_dtype(dtype, *ends):
   is_complex = any(map(jnp.iscomplexobj, ends))
   complex_dtype = jnp.promote_types(default_float(), jnp.complex64)
-  return _dtype_or(dtype, complex_dtype if is_complex else default_float())
+  return dtype_or(dtype, complex_dtype if is_complex else default_float())
 
 
 @op(aten.linspace)
@@ -328,7 +323,7 @@ def _check_scalar_tensor(s, *, dtype=None, **_):
 @op(aten.scalar_tensor, check=_check_scalar_tensor)
 def _aten_scalar_tensor(s, *, dtype=None):
   """Return a 0-d array, of torch's default dtype even for an integer."""
-  return _scalar(s, _dtype_or(dtype, default_float()))
+  return _scalar(s, dtype_or(dtype, default_float()))
 
 
 @op(aten.vander)

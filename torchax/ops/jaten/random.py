@@ -26,21 +26,13 @@ from torchax.ops.jaten._random_checks import (
   require_real,
   require_std,
 )
-from torchax.ops.promotion import default_float, int64, result_dtype
+from torchax.ops.promotion import default_float, dtype_or, int64, result_dtype
 from torchax.registry.names import aten
 from torchax.rng import pathwise, rejection, samplers
 
 
 def _sampler(*ops, **options):
   return op(*ops, kind=Kind.SAMPLER, **options)
-
-
-def _dtype(dtype) -> jnp.dtype:
-  return default_float() if dtype is None else mappings.t2j_dtype(dtype)
-
-
-def _dtype_like(self, dtype) -> jnp.dtype:
-  return self.dtype if dtype is None else mappings.t2j_dtype(dtype)
 
 
 def _check_size(size, **_):
@@ -68,12 +60,13 @@ def _words_of_integers(size) -> int:
   shared_bits=lambda size, *, dtype=None, **_: _words(size, dtype),
 )
 def _rand(key, size, *, names=None, dtype=None):
-  return samplers.uniform(key, size, require_float("rand", _dtype(dtype), True))
+  dtype = require_float("rand", dtype_or(dtype, default_float()), True)
+  return samplers.uniform(key, size, dtype)
 
 
 @_sampler(aten.rand_like, distribution="uniform(0, 1)", is_exact=True)
 def _aten_rand_like(key, self, *, dtype=None):
-  dtype = require_float("rand_like", _dtype_like(self, dtype), True)
+  dtype = require_float("rand_like", dtype_or(dtype, self.dtype), True)
   return samplers.uniform(key, self.shape, dtype)
 
 
@@ -84,12 +77,13 @@ def _aten_rand_like(key, self, *, dtype=None):
   shared_bits=lambda size, *, dtype=None, **_: _words(size, dtype),
 )
 def _aten_randn(key, size, *, names=None, dtype=None):
-  return samplers.normal(key, size, require_float("randn", _dtype(dtype), True))
+  dtype = require_float("randn", dtype_or(dtype, default_float()), True)
+  return samplers.normal(key, size, dtype)
 
 
 @_sampler(aten.randn_like, distribution="normal(0, 1)")
 def _aten_randn_like(key, self, *, dtype=None):
-  dtype = require_float("randn_like", _dtype_like(self, dtype), True)
+  dtype = require_float("randn_like", dtype_or(dtype, self.dtype), True)
   return samplers.normal(key, self.shape, dtype)
 
 
@@ -147,9 +141,8 @@ def _aten_normal_float_Tensor(key, mean, std):
 
 @_sampler(aten.normal.float_float, check=_check_normal_factory)
 def _aten_normal_float_float(key, mean, std, size, *, dtype=None):
-  return samplers.normal(
-    key, size, require_float("normal", _dtype(dtype), True), mean, std
-  )
+  dtype = require_float("normal", dtype_or(dtype, default_float()), True)
+  return samplers.normal(key, size, dtype, mean, std)
 
 
 # Integers --------------------------------------------------------------------------
@@ -199,7 +192,7 @@ def _check_randint_like(self, low, high=None, *, dtype=None, **_):
 @_integer_sampler(aten.randint_like, check=_check_randint_like)
 def _aten_randint_like(key, self, low, high=None, *, dtype=None):
   low, high = (0, low) if high is None else (low, high)
-  return _integers(key, self.shape, _dtype_like(self, dtype), low, high)
+  return _integers(key, self.shape, dtype_or(dtype, self.dtype), low, high)
 
 
 def _check_randperm(n, *, dtype=None, **_):
