@@ -92,15 +92,14 @@ def require_std(std) -> None:
     raise RuntimeError(f"normal expects std >= 0.0, but found std {std}.")
 
 
-def require_probabilities(name: str, p, looks: bool) -> None:
-  """Raise RuntimeError for a probability outside [0, 1].
+def require_probabilities(p, looks: bool) -> None:
+  """Raise RuntimeError for a probability of `bernoulli_` outside [0, 1].
 
   Args:
-    name: the operation, for the message.
     p: a number or a tensor.
     looks: wait for the device if outside a trace.
   """
-  message = f"{name} expects p to be in [0, 1]"
+  message = "bernoulli_ expects p to be in [0, 1]"
   if isinstance(p, torch.Tensor):
     require_values(p, lambda numbers: (numbers >= 0) & (numbers <= 1), message, looks)
   elif not 0 <= p <= 1:

@@ -278,7 +278,7 @@ def _check_p(self, p=0.5, **_):
     torch.broadcast_shapes(p.shape, self.shape)
     if not p.is_floating_point():
       raise NotImplementedError(f"bernoulli_ takes no probabilities of {p.dtype}.")
-  require_probabilities("bernoulli_", p, looks=not self.is_floating_point())
+  require_probabilities(p, looks=not self.is_floating_point())
 
 
 # The host prepares a number, since float32 would round 1 - 1e-8 to 1.
