@@ -31,8 +31,8 @@ from torchax.errors import MixedDeviceError, OperatorNotFound, UnsupportedDtypeE
 from torchax.properties import RuntimeProperty, _None, _PropertyHolder
 from torchax.registry import operators
 from torchax.registry.names import aten
-from torchax.registry.operator_table import OperatorTable, is_aten
-from torchax.registry.operators import Kind, Operator
+from torchax.registry.operator_table import OperatorTable
+from torchax.registry.operators import Kind, Operator, is_aten
 from torchax.rng.stream import RngStream
 from torchax.tensor import Tensor
 

@@ -21,8 +21,7 @@ from torchax.dispatch.operands import Flattener, tensors_in
 from torchax.dispatch.out import write_output
 from torchax.dispatch.programs import MOST_PROGRAMS, NumberPrograms
 from torchax.registry import operators, packed_numbers
-from torchax.registry.operator_table import is_aten
-from torchax.registry.operators import Kind, Operator
+from torchax.registry.operators import Kind, Operator, is_aten
 from torchax.tensor import Tensor
 
 

@@ -7,15 +7,8 @@ only. Deleting an entry hides it in this environment only.
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
-from torchax.compat import torch_compat
 from torchax.registry.names import resolve
 from torchax.registry.operators import Operator, keys_of
-
-
-def is_aten(operation) -> bool:
-  """Return True for an ATen operation: an overload, a packet or a packet's name."""
-  kinds = torch_compat.OpOverload | torch_compat.OpOverloadPacket | str
-  return isinstance(operation, kinds)
 
 
 class OperatorTable(MutableMapping):

@@ -246,6 +246,11 @@ class Operator:
     return dataclasses.replace(self, execution=execution)
 
 
+def is_aten(operation) -> bool:
+  """Return True for an ATen operation: an overload, a packet or a packet's name."""
+  return isinstance(operation, OpOverload | OpOverloadPacket | str)
+
+
 def keys_of(operation) -> tuple:
   """Return the keys under which an operation may be registered, nearest first."""
   named: Any = operation
@@ -360,8 +365,7 @@ def register(operator: Operator) -> Operator:
   tensor([2., 2.], device='jax:0')
   """
   named = resolve(operator.torch_op)
-  is_aten = isinstance(named, OpOverload | OpOverloadPacket | str)
-  table = all_aten_ops if is_aten else all_torch_functions
+  table = all_aten_ops if is_aten(named) else all_torch_functions
   return _register(table, operator)
 
 
