@@ -12,9 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchax.compat import torch_compat
 from torchax.devices import placement as devices
-from torchax.distributed import process_group
+from torchax.distributed import module_placement, process_group
 from torchax.errors import CollectiveError
-from torchax.tensor import Tensor
 
 
 class DistributedDataParallelOnJax(DistributedDataParallel):
@@ -80,7 +79,7 @@ def wrap(original: Callable, self, module: torch.nn.Module, *args, **kwargs) -> 
     RuntimeError: there is no process group, or no parameter requires a gradient.
     CollectiveError: the process group has another backend than "jax".
   """
-  if not any(isinstance(parameter, Tensor) for parameter in module.parameters()):
+  if not module_placement.is_on_jax(module):
     original(self, module, *args, **kwargs)
     return
   world = _world()

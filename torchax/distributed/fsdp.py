@@ -47,7 +47,7 @@ def fully_shard(
     TracedStateError: called in a compiled function.
   """
   modules = module if isinstance(module, list | tuple) else [module]
-  if mesh is None and any(map(_is_on_jax, modules)):
+  if mesh is None and any(map(module_placement.is_on_jax, modules)):
     shape = (jax.device_count(),)
     mesh = dist.init_device_mesh(meshes.DEVICE, shape, mesh_dim_names=("fsdp",))
   if not meshes.is_on_jax(mesh):
@@ -112,10 +112,6 @@ def _without_sharded(module: torch.nn.Module):
   for child in module.children():
     if not is_sharded(child):
       yield from _without_sharded(child)
-
-
-def _is_on_jax(module: torch.nn.Module) -> bool:
-  return any(isinstance(parameter, Tensor) for parameter in module.parameters())
 
 
 def _refuse_offloading(offload_policy) -> None:
@@ -366,7 +362,7 @@ def refuse_first_version(original: Callable, self, module, *args, **kwargs) -> N
   Raises:
     CollectiveError: the module is on jax.
   """
-  if isinstance(module, torch.nn.Module) and _is_on_jax(module):
+  if isinstance(module, torch.nn.Module) and module_placement.is_on_jax(module):
     raise CollectiveError(
       "FullyShardedDataParallel joins parameters to flat ones, for which jax has no "
       "use. Write `torch.distributed.fsdp.fully_shard(module, mesh="

@@ -25,6 +25,11 @@ def own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
   yield from module.buffers(recurse=False)
 
 
+def is_on_jax(module: torch.nn.Module) -> bool:
+  """Return True if the module has a parameter on jax."""
+  return any(isinstance(parameter, Tensor) for parameter in module.parameters())
+
+
 def move(
   module: torch.nn.Module,
   sharding_of: Callable[[torch.Tensor], NamedSharding | None],
