@@ -26,7 +26,6 @@ CALL, PROGRAM = 2**17, 2**25
 # Largest size of the arguments of a call; above it a program is faster.
 MOST_BYTES = 2**24
 _MOST_SHAPES = 4096
-_ArrayImpl = jax_compat.ArrayImpl
 _shape = operator.attrgetter("shape")
 
 
@@ -80,7 +79,7 @@ def as_numpy_operands(operands) -> tuple[list, SingleDeviceSharding | None] | No
   sharding, arrays = None, []
   for operand in operands:
     array, *starts = operand if type(operand) is tuple else (operand,)
-    if type(array) is _ArrayImpl:
+    if type(array) is jax_compat.ArrayImpl:
       if not (array.is_fully_addressable and jax_compat.is_in_host_memory(array)):
         return None
       if len(array.devices()) > 1:

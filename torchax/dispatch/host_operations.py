@@ -28,7 +28,6 @@ from torchax.tensor import Tensor
 
 # torch passes tensors that it has just created from Python numbers through these.
 _FRESH = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default})
-_RANDOM = torch.Tag.nondeterministic_seeded
 
 
 def run(boundary: Boundary, func, args, kwargs):
@@ -43,7 +42,7 @@ def run(boundary: Boundary, func, args, kwargs):
   tensors = _plain_tensors((args, kwargs))
   if any(tensor.device.type != "cpu" for tensor in tensors):
     return func(*args, **kwargs)
-  if _RANDOM in func.tags and _is_on_cpu(tensors, kwargs):
+  if torch.Tag.nondeterministic_seeded in func.tags and _is_on_cpu(tensors, kwargs):
     raise TracedDrawError(draw_message(f"`{func}` on the CPU", user_code.line()))
   if func._schema.is_mutable:
     _require_own(boundary, func, args, kwargs)

@@ -21,9 +21,6 @@ from torchax.core.chains import WHOLE
 from torchax.registry.index_rules import Rule
 from torchax.tensor import Tensor
 
-_ArrayImpl = jax_compat.ArrayImpl
-_OneDevice = jax.sharding.SingleDeviceSharding
-
 
 def require(rules: Iterable[Rule], name: str, config: Configuration) -> None:
   """Raise torch's error for an argument that is known to break a rule.
@@ -57,7 +54,7 @@ def _known_values(given, waits: bool) -> np.ndarray | None:
     return np.asarray(given)
   else:
     array, chain = given, WHOLE
-  if type(array) is not _ArrayImpl or not (waits or _is_ready_on_cpu(array)):
+  if type(array) is not jax_compat.ArrayImpl or not (waits or _is_ready_on_cpu(array)):
     return None
   if chain is WHOLE:
     return np.asarray(array)
@@ -66,7 +63,7 @@ def _known_values(given, waits: bool) -> np.ndarray | None:
 
 def _is_ready_on_cpu(array) -> bool:
   return (
-    type(array.sharding) is _OneDevice
+    type(array.sharding) is jax.sharding.SingleDeviceSharding
     and jax_compat.is_in_host_memory(array)
     and array.is_ready()
   )

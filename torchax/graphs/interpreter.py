@@ -39,8 +39,6 @@ from torchax.registry.schema import schema_of
 # Exported programs log their operations here (`torchax.export.DEBUG`).
 _logger = logging.getLogger("torchax.export")
 
-# JAX's errors for reading the Python value of a tracer.
-_NO_VALUE = jax_compat.NO_VALUE
 _VIEWS_OF_BYTES = frozenset({aten.view.dtype, aten.view_copy.dtype})
 
 
@@ -83,7 +81,7 @@ class JaxInterpreter(torch.fx.Interpreter):
           value = super().run_node(n)
       else:
         value = super().run_node(n)
-    except _NO_VALUE as error:
+    except jax_compat.NO_VALUE as error:
       has_symbols = self._has_symbols(n) and not _depends_on_data(n)
       raise (_needs_sizes(n) if has_symbols else _data_dependent(n)) from error
     except OperatorNotFound as error:
@@ -149,7 +147,7 @@ class JaxInterpreter(torch.fx.Interpreter):
     function = lowerings.NUMBERS.get(function, function)
     try:
       return function(*args, **kwargs)
-    except (InconclusiveDimensionOperation, *_NO_VALUE):
+    except (InconclusiveDimensionOperation, *jax_compat.NO_VALUE):
       if all(user.target in lowerings.ASSERTIONS for user in self.node.users):
         return None
       raise
