@@ -7,6 +7,7 @@ device are committed to it. JAX is initialized only when a device is looked up.
 
 import contextlib
 import functools
+import math
 import operator
 import threading
 from collections.abc import Callable, Iterator
@@ -383,9 +384,7 @@ def require_valid_spec(spec: PartitionSpec, shape, mesh, name: str) -> None:
       if axis in seen:
         raise ShardingError(f"{name} is to be divided by {spec}, with {axis!r} twice.")
       seen.append(axis)
-    count = 1
-    for axis in names:
-      count *= axes[axis]
+    count = math.prod(axes[axis] for axis in names)
     if shape is not None and shape[dim] % count:
       raise ShardingError(
         f"{name} of shape {list(shape)} is to be divided by {spec} over a mesh of the "
