@@ -135,10 +135,8 @@ def _sample(image, taps):
 
 
 def _image_gradient(grad, image, taps):
-  indices, is_inside = _indices(taps, image.shape[1:])
-  weight = jnp.where(is_inside, _product([tap.weights for tap in taps]), 0)
-  spread = grad.reshape(len(grad), *[1] * len(taps), *grad.shape[1:])
-  return jnp.zeros_like(image).at[(slice(None), *indices)].add(spread * weight)
+  transpose = jax.linear_transpose(lambda image: _sample(image, taps), image)
+  return transpose(grad)[0]
 
 
 def _grid_gradient(grad, image, taps):
