@@ -304,7 +304,6 @@ NO_VALUE = (
   jax.errors.TracerBoolConversionError,
   jax.errors.TracerIntegerConversionError,
 )
-"""Errors for reading the Python value of a tracer."""
 """JAX's errors for reading the values of a tracer."""
 
 
