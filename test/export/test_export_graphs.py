@@ -153,7 +153,7 @@ def _branches(x):
 def _loop(x):
   turn = lambda i, x: (i + 1, x * 2)  # noqa: E731
   return torch._higher_order_ops.while_loop(
-    lambda i, x: i < 3, turn, (torch.tensor(0), x)
+    lambda i, x: i < 3, turn, (torch.tensor(0, device=x.device), x)
   )[1]
 
 
@@ -176,6 +176,26 @@ def test_regions_run_as_in_torch(name, transform):
   states, program = exported_program_to_jax(export_of(REGIONS[name], X))
   for x in (X.abs(), -X.abs()):
     assert_equals(transform(program)(states, (arrays(x),))[0], REGIONS[name](x))
+
+
+class Region(nn.Module):
+  """Module with an operator of control flow."""
+
+  def __init__(self, function):
+    super().__init__()
+    self.function = function
+
+  def forward(self, x):
+    return self.function(x)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", REGIONS)
+def test_torch_exports_regions_on_jax(name, strict):
+  x, function = X.abs().to("jax"), REGIONS[name]
+  exported = torch.export.export(Region(function), (x,), strict=strict).module()
+  for value in (x, -x):
+    torch.testing.assert_close(exported(value), function(value))
 
 
 def test_autocast_is_part_of_the_program():

@@ -8,6 +8,7 @@ wrapped tensor. Start at `Fake`; `torchax/__init__.py` registers it.
 import jax
 import torch
 import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _pytree as torch_pytree
 
 from torchax.compat import torch_compat
@@ -72,7 +73,7 @@ class Fake(Tensor):
   @classmethod
   def __torch_function__(cls, func, types, args=(), kwargs=None):
     results_of = higher_order.on_fakes(func)
-    if results_of is not None:
+    if results_of is not None and get_proxy_mode() is None:
       return results_of(*args, **(kwargs or {}))
     with torch_compat.without_function_overrides():
       if func in _SUBSCRIPTS:
@@ -166,6 +167,14 @@ class Fake(Tensor):
 
 class FakeView(Fake):
   """Fake of a `View`: Dynamo guards on which inputs have the same class."""
+
+
+# While a graph is recorded, torch adds a node to it and then asks for the results.
+torch_compat.merge_branches_of(Fake)
+for _operation, _row in higher_order.TABLE.items():
+  if _row.on_fakes is not None:
+    _operation.py_impl(Fake)(_row.on_fakes)
+    _operation.py_impl(FakeView)(_row.on_fakes)
 
 
 def _on_jax(tensor: torch.Tensor) -> torch.Tensor:

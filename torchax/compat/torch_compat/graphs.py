@@ -5,6 +5,7 @@ Used by `torchax/dynamo` and `torchax/graphs`.
 
 import contextlib
 import functools
+import importlib
 import types
 from collections.abc import Callable, Iterator
 
@@ -62,6 +63,11 @@ _storages_in_dynamo = private.Later(
 )
 _StorageWeakRef = private.find(
   "torch.multiprocessing.reductions.StorageWeakRef", _LOOPS
+)
+
+_BRANCHES = "torch.export of torch.cond on jax tensors"
+_merge_branches = private.find(
+  "torch._higher_order_ops.cond._merge_output", _BRANCHES, instead=None
 )
 
 _DEFAULT = "torch.compile on jax without `backend=`"
@@ -319,6 +325,25 @@ def compare_storages_of(cls: type) -> None:
     get_tensor_storages,
     _LOOPS,
   )
+
+
+def merge_branches_of(cls: type) -> None:
+  """Make torch merge the results of branches that are fake tensors of a class.
+
+  Args:
+    cls: class of tensors that wrap a fake tensor of torch, their `_shell`.
+  """
+  if _merge_branches is None:
+    return
+
+  def _merge_output(a, b, mode):
+    if isinstance(a, cls) and isinstance(b, cls):
+      return cls(_merge_branches(a._shell, b._shell, mode))
+    return _merge_branches(a, b, mode)
+
+  # The package shows the function `cond` in place of the module.
+  owner = importlib.import_module("torch._higher_order_ops.cond")
+  patch(owner, "_merge_output", _merge_output, _BRANCHES)
 
 
 def is_fake(tensor) -> bool:
