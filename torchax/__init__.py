@@ -234,7 +234,9 @@ def _compose() -> None:
   torch_compat.fork_one_stream()
   torch_compat.keep_overrides_in_backward()
   torch_compat.label_jax_traces()
-  torch_compat.replace_inductor(fx.is_on_jax, generator.Generator)
+  torch_compat.replace_inductor(
+    fx.is_on_jax, generator.Generator, subclasses.class_of_user
+  )
   torch_compat.accept_jax_in_flex_attention()
   patch(torch, "Generator", device_module.Generator, 'torch.Generator(device="jax")')
   torch_compat.compile_as_generator(device_module.Generator)

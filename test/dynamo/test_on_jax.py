@@ -108,6 +108,46 @@ def test_results_are_jax_tensors():
   assert result["shape"] == 4
 
 
+class Image(torch.Tensor):
+  """Subclass with a method of its own and one that replaces torch's."""
+
+  def brighter(self):
+    return self + 1
+
+  def sin(self):
+    return torch.cos(self)
+
+
+class Doubled(torch.Tensor):
+  """Subclass whose copies have other values."""
+
+  @classmethod
+  def __torch_function__(cls, func, types, args=(), kwargs=None):
+    with torch._C.DisableTorchFunctionSubclass():
+      result = func(*args, **(kwargs or {}))
+      return result * 2 if func is torch.clone else result
+
+
+@pytest.mark.parametrize(
+  ("cls", "function"),
+  [
+    (Image, lambda x: x.brighter()),
+    (Image, lambda x: x.sin()),
+    (Image, lambda x: torch.stack([x, x])[0]),
+    (Doubled, torch.clone),
+  ],
+)
+def test_overrides_of_a_user_class_are_traced(cls, function):
+  backend = CountingBackend()
+  run = torch.compile(lambda x: function(x), backend=backend, fullgraph=True)
+  for scale in (1, 2):
+    x = (PLAIN * scale).to("jax").as_subclass(cls)
+    actual, expected = run(x), function(x)
+    assert type(actual) is type(expected)
+    torch.testing.assert_close(actual.cpu(), expected.cpu())
+  assert len(backend.graphs) == 1
+
+
 def test_factories_in_the_graph():
   def function(x):
     return x + torch.arange(8, device=x.device) * torch.ones(8, device="jax")

@@ -36,6 +36,7 @@ from torchax.graphs.fx import (
 )
 from torchax.logs import is_enabled
 from torchax.rng import current, packing
+from torchax.subclasses import class_of_user
 
 _logger = logging.getLogger("torchax.dynamo")
 _checkpoint = torch.ops.higher_order.tag_activation_checkpoint
@@ -170,7 +171,7 @@ def _key_draws(graph: fx.Graph, rng_input: fx.Node, keys: Keys) -> None:
   graph.owning_module.recompile()
 
 
-torch_compat.trace_for_jax(Generator)
+torch_compat.trace_for_jax(Generator, class_of_user)
 # Programs are compiled and run in backward passes, which compiled code may call.
 torch_compat.keep_from_dynamo(Program, _compile)
 # By default Dynamo breaks the graph at LSTM, GRU and RNN, and CPU torch runs them.

@@ -57,6 +57,11 @@ _is_static = private.Later(
   instead=None,
 )
 
+_USER_CLASSES = "users' subclasses of torch.Tensor in torch.compile of code on jax"
+_builder = "torch._dynamo.variables.builder"
+_subclass_of = private.Later(f"{_builder}.infer_subclass_type", _USER_CLASSES)
+_properties_of = private.Later(f"{_builder}.get_specialized_props", _USER_CLASSES)
+
 _LOOPS = "loops of torch._higher_order_ops on jax tensors"
 _storages_in_dynamo = private.Later(
   "torch._dynamo.variables.higher_order_ops.get_tensor_storages", _LOOPS
@@ -221,12 +226,14 @@ def lookup_backend(name: str):
   return _lookup_backend()(name)
 
 
-def replace_inductor(is_ours: Callable, generator_class: type) -> None:
+def replace_inductor(
+  is_ours: Callable, generator_class: type, class_of_user: Callable
+) -> None:
   """Compile graphs by the backend "jax" where torch would use Inductor, its default.
 
   Args:
     is_ours: (graph, example inputs) -> True for the graphs.
-    generator_class: see `trace_for_jax`.
+    generator_class, class_of_user: see `trace_for_jax`.
   """
   if _Inductor is None:
     return
@@ -236,7 +243,7 @@ def replace_inductor(is_ours: Callable, generator_class: type) -> None:
   def __init__(self, *args, **kwargs):
     create(self, *args, **kwargs)
     with contextlib.suppress(PrivateApiError):  # the backend "jax" raises it again
-      trace_for_jax(generator_class)
+      trace_for_jax(generator_class, class_of_user)
 
   @functools.wraps(run)
   def __call__(self, model_, inputs_, **options):
@@ -249,15 +256,17 @@ def replace_inductor(is_ours: Callable, generator_class: type) -> None:
 
 
 @functools.cache
-def trace_for_jax(generator_class: type) -> None:
+def trace_for_jax(generator_class: type, class_of_user: Callable) -> None:
   """Make Dynamo trace code on jax; it traces code on other devices as before.
 
   Args:
     generator_class: class of generators on jax.
+    class_of_user: see `trace_user_classes`.
   """
   leave_frames_of("jax", "jaxlib")
   trace_as_any_object(generator_class)
   leave_step_counts("jax")
+  trace_user_classes(class_of_user)
   ask_for_cuda_graphs_on_cuda()
 
 
@@ -268,6 +277,30 @@ def trace_as_any_object(cls: type) -> None:
   """
   builder = _VariableBuilder()
   builder._type_dispatch()[cls] = builder.wrap_user_defined
+
+
+def trace_user_classes(class_of_user: Callable) -> None:
+  """Make Dynamo trace methods and `__torch_function__` of users' tensor classes.
+
+  It takes tensors on jax for wrapper subclasses, which do not have these.
+
+  Args:
+    class_of_user: (class of a tensor) -> the user's class, `torch.Tensor` for a plain
+      tensor on jax, or the class itself.
+  """
+  subclass_of, properties_of = _subclass_of(), _properties_of()
+
+  def infer_subclass_type(value):
+    cls = class_of_user(type(value))
+    return subclass_of(value) if cls in (type(value), torch.Tensor) else cls
+
+  def get_specialized_props(target_cls, tx, example_value, subclass_type):
+    properties = properties_of(target_cls, tx, example_value, subclass_type)
+    return properties | ({"class_type": subclass_type} if subclass_type else {})
+
+  builder = private.resolve(_builder)
+  for function in (infer_subclass_type, get_specialized_props):
+    patch(builder, function.__name__, function, _USER_CLASSES)
 
 
 def leave_step_counts(device_type: str) -> None:
