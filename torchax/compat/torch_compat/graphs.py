@@ -369,6 +369,7 @@ def merge_branches_of(cls: type) -> None:
   if _merge_branches is None:
     return
 
+  @functools.wraps(_merge_branches)
   def _merge_output(a, b, mode):
     if isinstance(a, cls) and isinstance(b, cls):
       return cls(_merge_branches(a._shell, b._shell, mode))
