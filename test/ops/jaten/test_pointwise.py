@@ -331,3 +331,15 @@ def test_integers_wrap_around_in_any_power(dtype, exponent):
   expected = base**exponents
   assert torch.equal((base.to("jax") ** exponents.to("jax")).cpu(), expected)
   assert torch.equal((base.to("jax") ** exponent).cpu(), base**exponent)
+
+
+def test_erf_stays_within_one():
+  # XLA's for CPUs exceeds it, for which the logarithm of Normal.cdf is NaN.
+  values = torch.linspace(3.7, 3.9, 4001) * torch.tensor([[-1], [1]])
+  for function in (torch.erf, torchax.interop.jax_jit(torch.erf)):
+    leaf = values.to("jax").requires_grad_()
+    result = function(leaf)
+    assert result.abs().max() == 1
+    result.sum().backward()
+    slope = torch.exp(-values.square()) * 2 / math.sqrt(math.pi)
+    torch.testing.assert_close(leaf.grad.cpu(), slope, rtol=1e-5, atol=0)

@@ -65,6 +65,12 @@ def _ordering(name, function):
   return compare
 
 
+def _erf(x):
+  """Compute erf; XLA's for CPUs exceeds ±1, so that a distribution is negative."""
+  result = lax.erf(x)
+  return result - lax.stop_gradient(result - jnp.clip(result, -1, 1))
+
+
 # Integers and bools give torch's default dtype.
 FLOAT_UNARY = {
   "acos": jnp.arccos,
@@ -76,7 +82,7 @@ FLOAT_UNARY = {
   "cos": jnp.cos,
   "cosh": jnp.cosh,
   "deg2rad": in_float32(jnp.deg2rad),
-  "erf": lax.erf,
+  "erf": _erf,
   "erfc": lax.erfc,
   "exp": jnp.exp,
   "exp2": jnp.exp2,
