@@ -211,6 +211,23 @@ def in_opmath(lowering: Callable) -> Callable:
   return widened
 
 
+def with_exact_numbers(function):
+  """Make an elementwise function promote its operands without rounding numbers.
+
+  Beside half precision, numbers and 0-d arrays are float32, as in torch's CPU kernels.
+  """
+
+  @functools.wraps(function)
+  def of_operands(*values):
+    dtype = result_dtype(*values)
+    has_number = not all(is_tensor(value) and value.ndim for value in values)
+    if not (has_number and dtype in HALVES):
+      return function(*(convert(value, dtype) for value in values))
+    return function(*(convert(value, jnp.float32) for value in values)).astype(dtype)
+
+  return of_operands
+
+
 def in_float32(function):
   """Make a function compute half precision in float32 and round once.
 

@@ -333,6 +333,26 @@ def test_integers_wrap_around_in_any_power(dtype, exponent):
   assert torch.equal((base.to("jax") ** exponent).cpu(), base**exponent)
 
 
+NUMBERS = {
+  "mul": lambda x: x * 0.3,
+  "mul by a 0-d tensor": lambda x: x * torch.tensor(0.3, device=x.device),
+  "div": lambda x: x / 3.3,
+  "div of a number": lambda x: 3.3 / x,
+  "floor_divide": lambda x: x // 0.3,
+  "lerp": lambda x: torch.lerp(x, x.flip(0), 0.3),
+  "foreach": lambda x: torch._foreach_mul([x], 0.999)[0],
+  "sigmoid": torch.sigmoid,
+}
+
+
+@pytest.mark.parametrize("dtype", [bf16, f16])
+@pytest.mark.parametrize("function", NUMBERS.values(), ids=NUMBERS)
+def test_half_precision_rounds_once(function, dtype):
+  # To half precision, 0.999 is 1 and other numbers are off by up to 0.4%.
+  values = torch.linspace(-9, 9, 999, dtype=dtype) + 0.1
+  assert torch.equal(function(values.to("jax")).cpu(), function(values))
+
+
 def test_erf_stays_within_one():
   # XLA's for CPUs exceeds it, for which the logarithm of Normal.cdf is NaN.
   values = torch.linspace(3.7, 3.9, 4001) * torch.tensor([[-1], [1]])

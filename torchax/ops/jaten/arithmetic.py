@@ -1,7 +1,7 @@
 """Sums, products, quotients and powers of elements.
 
 Operands are promoted by torch's rules first, so each JAX function gets arrays of one
-dtype. `mul`, which JAX computes as torch does, is in a table of `pointwise.py`.
+dtype.
 """
 
 import jax
@@ -12,7 +12,16 @@ from torchax.ops.builtin import op
 from torchax.ops.casting import convert
 from torchax.ops.jaten import _numbers, _on_host
 from torchax.ops.jaten._arguments import factor_in
-from torchax.ops.promotion import in_float32, is_exact, promote, result_dtype, to_float
+from torchax.ops.promotion import (
+  in_float32,
+  is_exact,
+  is_tensor,
+  promote,
+  result_dtype,
+  to_float,
+  widen,
+  with_exact_numbers,
+)
 from torchax.registry.names import aten
 
 
@@ -51,6 +60,11 @@ def _aten_sub(self, other, alpha=1):
 @op(aten.rsub)
 def _aten_rsub(self, other, alpha=1):
   return _aten_sub(other, self, alpha)
+
+
+@op(aten.mul, on_host=_on_host.POINTWISE["mul"])
+def _aten_mul(self, other):
+  return with_exact_numbers(jnp.multiply)(self, other)
 
 
 @op(aten.neg, aten.negative, on_host=_on_host.POINTWISE["neg"])
@@ -95,7 +109,8 @@ def _aten_lerp(self, end, weight):
       f"lerp expects floating-point tensors, but got {self.dtype}. Call `.float()`."
     )
   start, end = promote(self, end)
-  return _lerp(start, end, factor_in(start.dtype, weight))
+  dtype = start.dtype if is_tensor(weight) else widen(start).dtype
+  return _lerp(start, end, factor_in(dtype, weight))
 
 
 # --- Division -----------------------------------------------------------------------
@@ -125,12 +140,19 @@ def _reject_bools(name, array):
     )
 
 
+@with_exact_numbers
+def _divide(left, right):
+  return jnp.divide(to_float(left), to_float(right))
+
+
+@with_exact_numbers
 def _floor_divide(left, right):
   if is_exact(left):
     return jnp.floor_divide(left, right)
   return _floor_divide_floats(left, right)
 
 
+@with_exact_numbers
 def _truncating_divide(left, right):
   if is_exact(left):
     return lax.div(*jnp.broadcast_arrays(left, right))
@@ -140,19 +162,18 @@ def _truncating_divide(left, right):
 _ROUNDED_DIVISIONS = {"floor": _floor_divide, "trunc": _truncating_divide}
 
 
-@op(aten.div, aten.divide, on_host=_on_host.POINTWISE["div"])
+@op(aten.div, aten.divide, aten.true_divide, on_host=_on_host.POINTWISE["div"])
 def _aten_div(self, other, rounding_mode=None):
   """Divide; the quotient of integers is a float unless there is a rounding mode."""
-  left, right = promote(self, other)
   if rounding_mode is None:
-    return jnp.divide(to_float(left), to_float(right))
+    return _divide(self, other)
   # A step function: in torch its derivative is 0 everywhere, also at the steps.
-  return lax.stop_gradient(_ROUNDED_DIVISIONS[rounding_mode](left, right))
+  return lax.stop_gradient(_ROUNDED_DIVISIONS[rounding_mode](self, other))
 
 
 @op(aten.floor_divide)
 def _aten_floor_divide(self, other):
-  return _floor_divide(*promote(self, other))
+  return _floor_divide(self, other)
 
 
 @op(aten.remainder)

@@ -19,7 +19,7 @@ from torchax.ops.builtin import op
 from torchax.ops.jaten import _numbers
 from torchax.ops.jaten._arguments import factor_in, require_one_dtype
 from torchax.ops.jaten.reduction import norm_of_magnitudes
-from torchax.ops.promotion import is_exact, promote
+from torchax.ops.promotion import is_exact, promote, widen
 from torchax.registry.names import aten
 
 # torch's threshold for computing Euclidean distances through one matrix product.
@@ -54,7 +54,9 @@ def _affine(self, product, beta, alpha):
       f"expand: the number of sizes of the result, {list(product.shape)}, must be "
       f"greater or equal to that of the tensor added, {list(self.shape)}."
     )
-  return _scale(self, beta) + _scale_product(product, alpha)
+  # Factors are not rounded to half precision, nor is the product with one.
+  total = _scale(widen(self), beta) + _scale_product(widen(product), alpha)
+  return total.astype(product.dtype)
 
 
 # --- Products of two ----------------------------------------------------------------

@@ -73,19 +73,19 @@ def _erf(x):
 
 # Integers and bools give torch's default dtype.
 FLOAT_UNARY = {
-  "acos": jnp.arccos,
-  "acosh": jnp.arccosh,
-  "asin": jnp.arcsin,
-  "asinh": jnp.arcsinh,
-  "atan": jnp.arctan,
-  "atanh": jnp.arctanh,
+  "acos": in_float32(jnp.arccos),
+  "acosh": in_float32(jnp.arccosh),
+  "asin": in_float32(jnp.arcsin),
+  "asinh": in_float32(jnp.arcsinh),
+  "atan": in_float32(jnp.arctan),
+  "atanh": in_float32(jnp.arctanh),
   "cos": jnp.cos,
   "cosh": jnp.cosh,
   "deg2rad": in_float32(jnp.deg2rad),
   "erf": _erf,
   "erfc": lax.erfc,
   "exp": jnp.exp,
-  "exp2": jnp.exp2,
+  "exp2": in_float32(jnp.exp2),
   "expm1": jnp.expm1,
   "log": jnp.log,
   "log10": in_float32(jnp.log10),
@@ -94,7 +94,7 @@ FLOAT_UNARY = {
   "rad2deg": in_float32(jnp.rad2deg),
   "reciprocal": jnp.reciprocal,
   "rsqrt": lax.rsqrt,
-  "sigmoid": lax.logistic,
+  "sigmoid": in_float32(lax.logistic),
   "sin": jnp.sin,
   "sinc": in_float32(jnp.sinc),
   "sinh": jnp.sinh,
@@ -152,14 +152,12 @@ BINARY = {
   "lcm": jnp.lcm,
   "logaddexp": in_float32(_logaddexp),
   "logaddexp2": in_float32(jnp.logaddexp2),
-  "mul": jnp.multiply,
   "ne": jnp.not_equal,
 }
 
 FLOAT_BINARY = {
   "atan2": in_float32(jnp.arctan2),
   "copysign": jnp.copysign,
-  "true_divide": jnp.divide,
 }
 
 ORDERING = {
