@@ -69,6 +69,18 @@ SUM_CASES = (
   Case(torch.baddbmm, C, BATCH_A, BATCH_B, beta=0.5, alpha=2, grad=True),
   Case(torch.addr, A, U, V, grad=True),
   Case(torch.addr, A, U, V, beta=0.5, alpha=2),
+  # In float16 the products are infinite, and the factors off by 2e-4.
+  *(
+    Case(
+      function, *(factor.half() for factor in factors), beta=0.3, alpha=1e-3, name=name
+    )
+    for function, factors, name in (
+      (torch.addmm, (C, A * 300, B * 300), "addmm-float16"),
+      (torch.addmv, (U, A * 300, V * 300), "addmv-float16"),
+      (torch.baddbmm, (C, BATCH_A * 300, BATCH_B * 300), "baddbmm-float16"),
+      (torch.addr, (A, U * 300, V * 300), "addr-float16"),
+    )
+  ),
 )
 
 DISTANCE_CASES = (

@@ -26,14 +26,23 @@ from torchax.registry.names import aten
 DISTANCE_MATMUL_SIZE = 25
 
 
-def _product(name, left, right):
+def _product(name, left, right, alpha=1):
+  """Return the product, of halves in float32 if a factor `alpha` is to scale it."""
   require_one_dtype(name, left, right)
-  return jnp.matmul(left, right)
+  return jnp.matmul(left, right, preferred_element_type=_accumulator(left, alpha))
+
+
+def _accumulator(array, alpha):
+  return None if _is_one(alpha) else widen(array).dtype
+
+
+def _is_one(factor) -> bool:
+  return isinstance(factor, int | float) and factor == 1
 
 
 def _scale(array, factor):
   """Return `factor * array` in the dtype of `array`; 0 gives zeros even for NaN."""
-  if isinstance(factor, int | float) and factor == 1:
+  if _is_one(factor):
     return array
   factor = factor_in(array.dtype, factor)
   return jnp.where(factor == 0, jnp.zeros_like(array), factor * array)
@@ -41,7 +50,7 @@ def _scale(array, factor):
 
 def _scale_product(product, alpha):
   """Return `alpha * product`, where 0 * NaN is NaN: only `beta` drops its operand."""
-  if isinstance(alpha, int | float) and alpha == 1:
+  if _is_one(alpha):
     return product
   if is_exact(product) and not is_exact(alpha):
     return _scale(product, alpha)
@@ -56,7 +65,7 @@ def _affine(self, product, beta, alpha):
     )
   # Factors are not rounded to half precision, nor is the product with one.
   total = _scale(widen(self), beta) + _scale_product(widen(product), alpha)
-  return total.astype(product.dtype)
+  return total.astype(self.dtype)
 
 
 # --- Products of two ----------------------------------------------------------------
@@ -126,7 +135,7 @@ def _aten_tensordot(self, other, dims_self, dims_other):
 def _aten_addmm(self, mat1, mat2, beta=1, alpha=1):
   """Return `beta * self + alpha * (mat1 @ mat2)`; for addmv, `mat2` is a vector."""
   require_one_dtype("addmm", self, mat1, mat2)
-  return _affine(self, _product("addmm", mat1, mat2), beta, alpha)
+  return _affine(self, _product("addmm", mat1, mat2, alpha), beta, alpha)
 
 
 @op(aten.addmm.dtype, aten.baddbmm.dtype)
@@ -137,21 +146,23 @@ def _aten_addmm_dtype(self, mat1, mat2, out_dtype, beta=1, alpha=1):
 
 @op(aten.baddbmm.default)
 def _aten_baddbmm(self, batch1, batch2, beta=1, alpha=1):
-  return _affine(self, _product("baddbmm", batch1, batch2), beta, alpha)
+  require_one_dtype("baddbmm", self, batch1, batch2)
+  return _affine(self, _product("baddbmm", batch1, batch2, alpha), beta, alpha)
 
 
 @op(aten.addbmm)
 def _aten_addbmm(self, batch1, batch2, beta=1, alpha=1):
   """Sum the products of all batches, in one contraction."""
   require_one_dtype("addbmm", self, batch1, batch2)
-  total = jnp.einsum("bij,bjk->ik", batch1, batch2)
+  dtype = _accumulator(self, alpha)
+  total = jnp.einsum("bij,bjk->ik", batch1, batch2, preferred_element_type=dtype)
   return _affine(self, total, beta, alpha)
 
 
 @op(aten.addr)
 def _aten_addr(self, vec1, vec2, beta=1, alpha=1):
-  start, product = promote(self, _aten_outer(vec1, vec2))
-  return _affine(start, product, beta, alpha)
+  self, vec1, vec2 = promote(self, vec1, vec2)
+  return _affine(self, _aten_outer(widen(vec1), widen(vec2)), beta, alpha)
 
 
 @op(aten.sparse_sampled_addmm)
