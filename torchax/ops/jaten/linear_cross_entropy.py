@@ -15,6 +15,7 @@ from jax import lax
 from torchax.core import mappings, out_of_range
 from torchax.ops.builtin import op
 from torchax.ops.jaten._arguments import require_one_dtype
+from torchax.ops.promotion import widen
 from torchax.registry.index_rules import Range
 
 
@@ -90,9 +91,14 @@ def _chunks(arrays, size):
 
 
 def _log_softmax(layer, rows):
-  """Return the log-softmax of the logits of a chunk."""
+  """Return the log-softmax of the logits of a chunk, in float32 for half precision.
+
+  For devices that torch does not know it asks for float16, in which logits overflow.
+  """
   matrix, bias = layer
-  return jax.nn.log_softmax(rows @ matrix.T + bias, axis=-1)
+  wide = jnp.promote_types(matrix.dtype, jnp.float32)
+  logits = jnp.matmul(rows, matrix.T, preferred_element_type=wide)
+  return jax.nn.log_softmax(logits + bias, axis=-1)
 
 
 def _loss_and_gradients(layer, weights, scale, chunks):
@@ -105,10 +111,11 @@ def _loss_and_gradients(layer, weights, scale, chunks):
     log_softmax = _log_softmax(layer, rows)
     loss = loss + (targets.losses(log_softmax, weights) * scale).sum()
     logit_grads = targets.logit_grads(jnp.exp(log_softmax), weights) * scale
+    logit_grads = logit_grads.astype(matrix.dtype)
     sums = loss, matrix_grad + logit_grads.T @ rows, bias_grad + logit_grads.sum(0)
     return sums, logit_grads @ matrix
 
-  start = (jnp.zeros((), matrix.dtype), jnp.zeros_like(matrix), jnp.zeros_like(bias))
+  start = (jnp.zeros((), weights.dtype), jnp.zeros_like(matrix), jnp.zeros_like(bias))
   (loss, matrix_grad, bias_grad), row_grads = lax.scan(add_chunk, start, chunks)
   return loss, row_grads.reshape(-1, row_grads.shape[-1]), matrix_grad, bias_grad
 
@@ -121,7 +128,7 @@ def _operands(input, matrix, target, bias, weight, ignore_index, chunk_size, acc
   require_one_dtype("linear_cross_entropy", input, matrix)
   dtype = jnp.promote_types(input.dtype, mappings.t2j_dtype(acc_dtype))
   bias = jnp.zeros(len(matrix), dtype) if bias is None else bias.astype(dtype)
-  weights = jnp.ones(len(matrix), dtype) if weight is None else weight.astype(dtype)
+  weights = widen(jnp.ones(len(matrix), dtype) if weight is None else weight)
   targets = _targets(target, ignore_index)
   chunks = _chunks((input.astype(dtype), targets), max(chunk_size, 1))
   return (matrix.astype(dtype), bias), weights, targets, chunks
