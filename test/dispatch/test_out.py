@@ -100,3 +100,22 @@ def test_out_of_indices_must_be_integers_of_64_bits(row):
 
 def test_copy_takes_a_number():
   assert torch.zeros(2, device="jax").copy_(3.0).tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("leaf", ["argument", "out"])
+@pytest.mark.parametrize(
+  "function",
+  [torch.matmul, lambda a, b, out: torch.take_along_dim(a, b.long(), 0, out=out)],
+  ids=["matmul", "take_along_dim"],
+)
+def test_out_has_no_gradient(function, leaf):
+  for device in ("cpu", "jax"):
+    square, ones = torch.ones(2, 2, device=device), torch.ones(2, 2, device=device)
+    out = torch.zeros(2, 2, device=device)
+    (square if leaf == "argument" else out).requires_grad_()
+    with pytest.raises(RuntimeError, match="support automatic differentiation"):
+      function(square, ones, out=out)
+    assert not out.any()
+    with torch.no_grad():
+      function(square, ones, out=out)
+    assert out.all()

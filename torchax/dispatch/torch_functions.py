@@ -185,9 +185,16 @@ class AutocastHandler:
 
 def _call_with_out(name: str, func: Callable, args, kwargs) -> Tensor:
   """Call the function without `out=`, write the result to that tensor, return it."""
+  needs_grad = any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
+  if needs_grad and torch.is_grad_enabled():
+    raise RuntimeError(
+      f"{name}(): functions with out=... arguments don't support automatic "
+      "differentiation, but one of the arguments requires grad. Call it without out=, "
+      "or in torch.no_grad()."
+    )
   kwargs = dict(kwargs)
   out = kwargs.pop("out")
-  with torch.no_grad():  # torch refuses to differentiate these
+  with torch.no_grad():
     write_output(name, out, func(*args, **kwargs))
   return out
 
