@@ -309,6 +309,8 @@ ERRORS = (
   (torch.addcdiv, (INTS, INTS, DIVISORS)),
   (torch.add, (INTS, INTS), {"alpha": 0.5}),
   (torch.div, (X, Y), {"rounding_mode": "up"}),
+  (torch.add, (X, Y), {"alpha": True}),
+  (torch.sub, (INTS, INTS), {"alpha": True}),
 )
 
 
@@ -321,6 +323,24 @@ def test_errors_equal_torch(row):
     function(
       *(arg.to("jax") if torch.is_tensor(arg) else arg for arg in args), **kwargs
     )
+
+
+# Accepted numbers, and one that torch refuses.
+REFUSED = {
+  "addr, alpha": (lambda x, n: torch.addr(x, x[0], x[0], alpha=n), INTS[:3, :3], 2.5),
+  "addr, beta": (lambda x, n: torch.addr(x, x[0], x[0], beta=n), INTS[:3, :3], True),
+  "foreach": (lambda x, n: torch._foreach_add([x], [x], alpha=n), X, True),
+  "vector_norm": (torch.linalg.vector_norm, torch.zeros(0), -1),
+}
+
+
+@pytest.mark.parametrize(("function", "x", "refused"), REFUSED.values(), ids=REFUSED)
+def test_a_number_is_checked_after_accepted_ones(function, x, refused):
+  for tensor in (x, x.to("jax")):
+    for number in (2, 3, 4):
+      function(tensor, number)
+    with pytest.raises(RuntimeError):
+      function(tensor, refused)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.int8])

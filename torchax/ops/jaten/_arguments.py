@@ -58,6 +58,21 @@ def require_inexact(name: str, *arrays) -> None:
     raise RuntimeError(f"{name} expects floating-point numbers, but got {dtypes}.")
 
 
+def require_factor(name: str, dtype, factor) -> None:
+  """Raise RuntimeError for a factor of a higher kind than `dtype`, or for a bool."""
+  kind = jnp.result_type(factor)
+  if kind == jnp.bool_ and dtype != jnp.bool_:
+    raise RuntimeError(
+      f"Boolean {name} only supported for Boolean results, but the operands have dtype "
+      f"{dtype}. Pass int({name})."
+    )
+  if not jnp.issubdtype(dtype, jnp.inexact) and jnp.issubdtype(kind, jnp.inexact):
+    raise RuntimeError(
+      f"For integral input tensors, argument {name} must not be a floating point "
+      f"number, but the operands have dtype {dtype}."
+    )
+
+
 def factor_in(dtype, factor) -> jax.Array:
   """Convert a factor to the dtype of the array it multiplies; integers truncate it.
 

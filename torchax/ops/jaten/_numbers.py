@@ -114,14 +114,15 @@ _PLAIN_ORDERS = (0, 1, 2)
 def norm_order(name: str) -> Callable:
   """Replace the order of a norm by the pair (order, 1 / order).
 
-  0, 1, 2 and the infinities select a code path and become static.
+  0, 1, 2 and the infinities select a code path and become static. So do negative
+  orders, since torch checks that they get no empty tensor.
   """
 
   def prepare(arguments: dict) -> None:
     order = arguments.get(name)
     if not _is_real(order):
       return
-    is_plain = order in _PLAIN_ORDERS or not math.isfinite(order)
+    is_plain = order in _PLAIN_ORDERS or order < 0 or not math.isfinite(order)
     arguments[name] = StaticValue(order) if is_plain else (float(order), 1.0 / order)
 
   return prepare

@@ -11,7 +11,7 @@ from jax import lax
 from torchax.ops.builtin import op
 from torchax.ops.casting import convert
 from torchax.ops.jaten import _numbers, _on_host
-from torchax.ops.jaten._arguments import factor_in
+from torchax.ops.jaten._arguments import factor_in, require_factor
 from torchax.ops.promotion import (
   in_float32,
   is_exact,
@@ -27,13 +27,9 @@ from torchax.registry.names import aten
 
 def _times_alpha(value: jax.Array, factor) -> jax.Array:
   """Return `factor * value` in the dtype of `value`; a factor 1 costs nothing."""
+  require_factor("alpha", value.dtype, factor)
   if isinstance(factor, int) and factor == 1:
     return value
-  if is_exact(value) and not is_exact(factor):
-    raise RuntimeError(
-      "For integral input tensors, argument alpha must not be a floating point "
-      f"number, but the operands have dtype {value.dtype}."
-    )
   return value * factor_in(value.dtype, factor)
 
 
@@ -91,7 +87,11 @@ def _aten_addcdiv(self, tensor1, tensor2, value=1):
       "torch.trunc(tensor1 / tensor2)) or convert the tensors to a floating dtype."
     )
   start, left, right = promote(self, tensor1, tensor2)
-  return in_float32(lambda s, a, b: s + _times_alpha(a / b, value))(start, left, right)
+
+  def add(start, left, right):
+    return start + left / right * factor_in(left.dtype, value)
+
+  return in_float32(add)(start, left, right)
 
 
 @in_float32

@@ -17,7 +17,7 @@ from jax import lax
 from torchax.core import mappings
 from torchax.ops.builtin import op
 from torchax.ops.jaten import _numbers
-from torchax.ops.jaten._arguments import factor_in, require_one_dtype
+from torchax.ops.jaten._arguments import factor_in, require_factor, require_one_dtype
 from torchax.ops.jaten.reduction import norm_of_magnitudes
 from torchax.ops.promotion import is_exact, promote, widen
 from torchax.registry.names import aten
@@ -162,6 +162,8 @@ def _aten_addbmm(self, batch1, batch2, beta=1, alpha=1):
 @op(aten.addr)
 def _aten_addr(self, vec1, vec2, beta=1, alpha=1):
   self, vec1, vec2 = promote(self, vec1, vec2)
+  require_factor("beta", self.dtype, beta)
+  require_factor("alpha", self.dtype, alpha)
   return _affine(self, _aten_outer(widen(vec1), widen(vec2)), beta, alpha)
 
 
