@@ -127,6 +127,14 @@ def test_an_expanded_array_repeats_and_writes_back_one_value():
   np.testing.assert_array_equal(info.update_tensor(shown * 5, source), source * 5)
 
 
+@pytest.mark.parametrize("later", [lambda x: x, lambda x: x[:, :2], lambda x: x.t()])
+def test_a_write_to_an_array_expanded_to_nothing_has_no_effect(later):
+  for device in ("cpu", "jax"):
+    base = torch.zeros(3, device=device)
+    later(base.expand(0, 3)).add_(1)
+    assert not base.any()
+
+
 def test_the_base_class_of_steps_has_no_transform():
   with pytest.raises(NotImplementedError, match="ViewInfo"):
     ViewInfo().transform_tensor(jnp.ones(2))

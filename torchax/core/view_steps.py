@@ -396,6 +396,8 @@ class ExpandInfo(ViewInfo):
     return np.broadcast_to(array, self.size)
 
   def update_tensor(self, new_value: jax.Array, jax_array: jax.Array) -> jax.Array:
+    if not new_value.size:  # a dimension expanded to 0
+      return jax_array
     lead = new_value.ndim - jax_array.ndim
     index = (0,) * lead + tuple(slice(0, length) for length in jax_array.shape)
     return new_value[index]
