@@ -93,7 +93,7 @@ def _chunks(arrays, size):
 def _log_softmax(layer, rows):
   """Return the log-softmax of the logits of a chunk, in float32 for half precision.
 
-  For devices that torch does not know it asks for float16, in which logits overflow.
+  Logits overflow in float16, the `acc_dtype` that torch passes for an unknown device.
   """
   matrix, bias = layer
   wide = jnp.promote_types(matrix.dtype, jnp.float32)

@@ -66,7 +66,7 @@ def _ordering(name, function):
 
 
 def _erf(x):
-  """Compute erf; XLA's for CPUs exceeds ±1, so that a distribution is negative."""
+  """Compute erf within ±1; XLA on CPUs exceeds it, and makes `Normal.cdf` negative."""
   result = lax.erf(x)
   return result - lax.stop_gradient(result - jnp.clip(result, -1, 1))
 
