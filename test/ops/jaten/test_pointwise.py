@@ -362,6 +362,13 @@ NUMBERS = {
   "lerp": lambda x: torch.lerp(x, x.flip(0), 0.3),
   "foreach": lambda x: torch._foreach_mul([x], 0.999)[0],
   "sigmoid": torch.sigmoid,
+  "exp2": torch.exp2,
+  "atan": torch.atan,
+  "asinh": torch.asinh,
+  "asin": lambda x: torch.asin(x / 10),
+  "acos": lambda x: torch.acos(x / 10),
+  "atanh": lambda x: torch.atanh(x / 10),
+  "acosh": lambda x: torch.acosh(x.abs() + 1),
 }
 
 
