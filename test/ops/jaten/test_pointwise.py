@@ -308,6 +308,7 @@ ERRORS = (
   (torch.pow, (INTS, -1)),
   (torch.addcdiv, (INTS, INTS, DIVISORS)),
   (torch.add, (INTS, INTS), {"alpha": 0.5}),
+  (torch.sub, (INTS, INTS), {"alpha": 1.0}),
   (torch.div, (X, Y), {"rounding_mode": "up"}),
   (torch.add, (X, Y), {"alpha": True}),
   (torch.sub, (INTS, INTS), {"alpha": True}),

@@ -103,7 +103,9 @@ def _with_alpha(function):
   binary = _binary(function)
 
   def on_host(self, other, alpha=1):
-    return binary(self, other) if np.ndim(alpha) == 0 and alpha == 1 else None
+    # The lowering refuses some factors of other kinds.
+    is_one = np.ndim(alpha) == 0 and np.asarray(alpha).dtype.kind == "i" and alpha == 1
+    return binary(self, other) if is_one else None
 
   return on_host
 
