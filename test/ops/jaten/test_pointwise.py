@@ -370,6 +370,9 @@ NUMBERS = {
   "acos": lambda x: torch.acos(x / 10),
   "atanh": lambda x: torch.atanh(x / 10),
   "acosh": lambda x: torch.acosh(x.abs() + 1),
+  "tan": torch.tan,
+  "expm1": torch.expm1,
+  "log1p": lambda x: torch.log1p(x.abs() / 10),
 }
 
 
