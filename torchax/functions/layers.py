@@ -4,13 +4,14 @@
 it first, which XLA does not always fold into the product.
 """
 
+import functools
+
 import jax.numpy as jnp
 import torch
 from jax import lax
 
 from torchax.compat import private, torch_compat
 from torchax.core import out_of_range
-from torchax.environment import default_env
 from torchax.functions.builtin import register_function
 from torchax.ops.builtin import op
 from torchax.ops.jaten.normalize import (
@@ -74,22 +75,24 @@ def _one_hot_of(input, num_classes):
 
 
 def register_kernels() -> None:
-  """Register a kernel that runs `one_hot` here while the environment is suspended too.
+  """Register kernels that dispatch what torch's C++ would compose of operations.
 
-  torch's C++ requires int64, which JAX lacks without its x64 mode.
+  They also do while the environment is suspended. Of `one_hot`, C++ requires int64,
+  which JAX lacks without its x64 mode; of the gradient of `mish` it would round each
+  step in half precision.
   """
-  one_hot = aten.one_hot.default
-  of_torch = one_hot and torch_compat.composite_kernel(one_hot)
-  if not one_hot or isinstance(of_torch, private.Unavailable):
-    return
+  for overload in filter(None, (aten.one_hot.default, aten.mish_backward.default)):
+    of_torch = torch_compat.composite_kernel(overload)
+    if not isinstance(of_torch, private.Unavailable):
+      kernel = functools.partial(_dispatch_or_compose, overload, of_torch)
+      # The dispatch key of jax tensors above the Python key.
+      torch_compat.register_kernel(overload.name(), kernel, "AutogradMeta")
 
-  def kernel(tensor, num_classes=-1):
-    if isinstance(tensor, Tensor) and not torch_compat.is_tracing():
-      return default_env().dispatch(one_hot, (), (tensor, num_classes), {})
-    return of_torch(tensor, num_classes)
 
-  # The dispatch key of jax tensors above the Python key.
-  torch_compat.register_kernel("one_hot", kernel, "AutogradMeta")
+def _dispatch_or_compose(overload, of_torch, tensor, *args):
+  if isinstance(tensor, Tensor) and not torch_compat.is_tracing():
+    return tensor._env.dispatch(overload, (), (tensor, *args), {})
+  return of_torch(tensor, *args)
 
 
 # --- Normalisation ------------------------------------------------------------------
