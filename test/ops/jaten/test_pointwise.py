@@ -359,6 +359,8 @@ NUMBERS = {
   "mul by a 0-d tensor": lambda x: x * torch.tensor(0.3, device=x.device),
   "div": lambda x: x / 3.3,
   "div of a number": lambda x: 3.3 / x,
+  # In float16 the divisor has no reciprocal.
+  "div by a broadcast divisor": lambda x: (x * 1e-4).repeat(2, 1) / (x * 1e-6),
   "floor_divide": lambda x: x // 0.3,
   "lerp": lambda x: torch.lerp(x, x.flip(0), 0.3),
   "foreach": lambda x: torch._foreach_mul([x], 0.999)[0],

@@ -142,7 +142,8 @@ def _reject_bools(name, array):
 
 @with_exact_numbers
 def _divide(left, right):
-  return jnp.divide(to_float(left), to_float(right))
+  # XLA multiplies by the reciprocal of a broadcast divisor, which float16 may lack.
+  return in_float32(jnp.divide)(to_float(left), to_float(right))
 
 
 @with_exact_numbers
