@@ -395,18 +395,6 @@ def is_tracing() -> bool:
   return _TracingContext.try_get() is not None
 
 
-_dispatch_mode = private.find("torch._C._get_dispatch_mode", COMPILE)
-_fake_mode = private.find("torch._C._TorchDispatchModeKey.FAKE", COMPILE)
-
-
-def is_tracing_fakes() -> bool:
-  """Return True while torch traces and operations run on fake tensors.
-
-  Dynamo also runs code on real tensors while it traces, such as constructors.
-  """
-  return is_tracing() and _dispatch_mode(_fake_mode) is not None
-
-
 def is_compiling() -> bool:
   """Return True while `torch.compile` compiles on this thread, its guards included."""
   return _CompileContext.current_compile_id() is not None
