@@ -281,12 +281,6 @@ def _aten_erfinv(self):
   return jnp.where(self == 0, self, jnp.copysign(result, self))
 
 
-@op(aten.special_ndtr)
-@in_floats
-def _aten_special_ndtr(self):
-  return special.ndtr(self)
-
-
 @op(aten.special_ndtri)
 @in_floats
 def _aten_special_ndtri(self):
