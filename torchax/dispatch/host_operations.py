@@ -108,6 +108,15 @@ def require_no_gradient(tensors) -> None:
       )
 
 
+def _returns_tensors(func) -> bool:
+  """Return False for queries of sizes and layouts.
+
+  C++ makes them before it records the history of a wrapper. An error there would end
+  the process.
+  """
+  return any("Tensor" in str(result.type) for result in func._schema.returns)
+
+
 def _plain_tensors(values) -> list[torch.Tensor]:
   return [tensor for tensor in tensors_in(values) if not isinstance(tensor, Tensor)]
 
@@ -132,7 +141,7 @@ class _Operations(torch_compat.DispatchMode):
     kwargs, boundary = kwargs or {}, active.boundary
     if boundary is None or isinstance(func, torch_compat.HigherOrderOperator):
       return func(*args, **kwargs)
-    if torch_compat.have_parts(types, Tensor):
+    if torch_compat.have_parts(types, Tensor) and _returns_tensors(func):
       require_no_gradient(_plain_tensors((args, kwargs)))
     if any(issubclass(cls, Tensor) for cls in types):
       result = func(*args, **kwargs)
