@@ -181,11 +181,7 @@ _INSTEAD = {
     " In place of `torch.ao.quantization` use weights of eight bits from torchao: "
     "`quantize_(model, Int8WeightOnlyConfig())`."
   ),
-  "nested": (
-    " On jax, nested tensors have `layout=torch.jagged`. For attention, use the padded "
-    "form with a mask, or `torch.nn.attention.varlen.varlen_attn` with `.values()` and "
-    "`.offsets()`."
-  ),
+  "nested": (" On jax, nested tensors have `layout=torch.jagged`."),
 }
 
 

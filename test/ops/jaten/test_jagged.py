@@ -107,16 +107,66 @@ def test_a_trace_builds_a_jagged_tensor_from_its_parts():
   assert_same(jax_jit(program)(x.values(), x.offsets()), expected)
 
 
+def attend_by_sequence(parts, is_causal):
+  """Return attention of each sequence of jagged queries, keys and values."""
+  heads = [part.unflatten(-1, (2, 2)).transpose(0, 1) for part in parts]
+  output = F.scaled_dot_product_attention(*heads, is_causal=is_causal)
+  return output.transpose(0, 1).flatten(-2)
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_attention_of_jagged_tensors_is_that_of_each_sequence(is_causal, jitted):
+  def attend(query, key, value, offsets):
+    heads = [
+      torch.nested.nested_tensor_from_jagged(x, offsets, max_seqlen=3)
+      .unflatten(-1, (2, 2))
+      .transpose(1, 2)
+      for x in (query, key, value)
+    ]
+    output = F.scaled_dot_product_attention(*heads, is_causal=is_causal)
+    return output.transpose(1, 2).flatten(-2).values()
+
+  parts = [floats(5, 4, seed=seed).requires_grad_() for seed in range(3)]
+  expected = torch.cat(
+    [
+      attend_by_sequence([x[start:end] for x in parts], is_causal)
+      for start, end in ((0, 2), (2, 5))
+    ]
+  )
+  expected.square().sum().backward()
+  leaves = [x.detach().to("jax").requires_grad_() for x in parts]
+  actual = (jax_jit(attend) if jitted else attend)(*leaves, OFFSETS.to("jax"))
+  assert_same(actual.detach(), expected.detach())
+  actual.square().sum().backward()
+  assert_same([x.grad for x in leaves], [x.grad for x in parts])
+
+
+def test_attention_ignores_other_sequences_and_holes():
+  values = torch.full((5, 4), torch.nan).index_copy(0, torch.arange(2), floats(2, 4))
+  key = torch.nested.nested_tensor_from_jagged(
+    values.to("jax"), OFFSETS[[0, 3]].to("jax"), torch.tensor([2]).to("jax")
+  )
+  query = torch.nested.nested_tensor_from_jagged(VALUES.to("jax"), key.offsets())
+  actual = F.scaled_dot_product_attention(query, key, key).values()
+  expected = F.scaled_dot_product_attention(VALUES[None], *[values[None, :2]] * 2)[0]
+  assert_same(actual, expected)
+
+
+def test_dropout_of_jagged_attention_keeps_the_mean():
+  x = torch.nested.nested_tensor_from_jagged(
+    torch.ones(2000, 4, device="jax"), torch.tensor([0, 500, 2000]).to("jax")
+  )
+  heads = x.unflatten(-1, (2, 2)).transpose(1, 2)
+  output = F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.5)
+  # The mean of n weights that are 0 or 2 has the deviation 1 / sqrt(n).
+  assert abs(output.values().mean().item() - 1) < 5 / 500**0.5 / 4000**0.5
+
+
 # name: (unsupported use of a jagged tensor, alternative in the error)
 REFUSED = {
   "argument": (lambda x: jax_jit(torch.relu)(x), "compiled function"),
   "compile": (lambda x: torch.compile(torch.relu, backend="jax")(x), "compiled"),
-  "attention": (
-    lambda x: F.scaled_dot_product_attention(
-      *[x.unflatten(-1, (2, 2)).transpose(1, 2)] * 3
-    ),
-    "padded form with a mask, or `torch.nn.attention.varlen",
-  ),
 }
 
 
