@@ -153,14 +153,19 @@ def test_attention_ignores_other_sequences_and_holes():
   assert_same(actual, expected)
 
 
-def test_dropout_of_jagged_attention_keeps_the_mean():
+def test_dropout_of_jagged_attention_has_its_mean_and_deviation():
   x = torch.nested.nested_tensor_from_jagged(
     torch.ones(2000, 4, device="jax"), torch.tensor([0, 500, 2000]).to("jax")
   )
   heads = x.unflatten(-1, (2, 2)).transpose(1, 2)
   output = F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.5)
-  # The mean of n weights that are 0 or 2 has the deviation 1 / sqrt(n).
-  assert abs(output.values().mean().item() - 1) < 5 / 500**0.5 / 4000**0.5
+  # A row is the mean of n weights that are 0 or 2: its deviation is 1 / sqrt(n).
+  for rows, length in zip(output.transpose(1, 2).unbind(), (500, 1500)):
+    rows = rows[..., 0].cpu().flatten()
+    deviation = length**-0.5
+    assert abs(rows.mean().item() - 1) < 5 * deviation / len(rows) ** 0.5
+    # The deviation of m rows has a relative error of 1 / sqrt(2 m).
+    assert abs(rows.std().item() / deviation - 1) < 5 / (2 * len(rows)) ** 0.5
 
 
 # name: (unsupported use of a jagged tensor, alternative in the error)
