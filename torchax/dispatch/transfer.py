@@ -181,7 +181,7 @@ _INSTEAD = {
     " In place of `torch.ao.quantization` use weights of eight bits from torchao: "
     "`quantize_(model, Int8WeightOnlyConfig())`."
   ),
-  "nested": (" On jax, nested tensors have `layout=torch.jagged`."),
+  "nested": " On jax, nested tensors have `layout=torch.jagged`.",
 }
 
 

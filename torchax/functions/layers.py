@@ -75,11 +75,10 @@ def _one_hot_of(input, num_classes):
 
 
 def register_kernels() -> None:
-  """Register kernels that dispatch what torch's C++ would compose of operations.
+  """Register kernels for operations that torch's C++ would compose of others.
 
-  They also do while the environment is suspended. Of `one_hot`, C++ requires int64,
-  which JAX lacks without its x64 mode; of the gradient of `mish` it would round each
-  step in half precision.
+  They run while the environment is suspended too. C++ requires int64 for `one_hot`,
+  which JAX lacks without its x64 mode. It rounds each step of the gradient of `mish`.
   """
   for overload in filter(None, (aten.one_hot.default, aten.mish_backward.default)):
     of_torch = torch_compat.composite_kernel(overload)

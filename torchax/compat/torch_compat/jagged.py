@@ -111,7 +111,8 @@ def _attention_of(tensor_class: type):
 def _padded(jagged) -> tuple[torch.Tensor, torch.Tensor]:
   """Return a jagged tensor padded with zeros, and which positions it has.
 
-  torch's own functions for this have no derivative.
+  `to_padded_tensor` pads to the number of all rows if the longest sequence is unknown,
+  and refuses holes.
   """
   starts, ends = jagged.offsets()[:-1, None], jagged.offsets()[1:, None]
   longest = jagged._maybe_max_seqlen

@@ -103,7 +103,7 @@ def _with_alpha(function):
   binary = _binary(function)
 
   def on_host(self, other, alpha=1):
-    # The lowering refuses some factors of other kinds.
+    # The lowering checks factors of other kinds.
     is_one = np.ndim(alpha) == 0 and np.asarray(alpha).dtype.kind == "i" and alpha == 1
     return binary(self, other) if is_one else None
 
