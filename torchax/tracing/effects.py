@@ -13,6 +13,7 @@ import jax
 import torch
 from torch.autograd.graph import increment_version
 
+from torchax.compat import torch_compat
 from torchax.core import mappings
 from torchax.core.boundary import Boundary, version_of
 from torchax.core.host_numbers import Entry, Expression, HostNumber
@@ -157,7 +158,8 @@ class SetGradient(Change):
 
   def apply(self, leaves, array):
     leaf = self.leaf.value
-    leaf.grad = new_tensor(array, leaf._env)
+    with torch_compat.without_function_overrides():  # faster
+      leaf.grad = new_tensor(array, leaf._env)
 
   def name(self, arguments, names):
     return names.get(id(self.leaf.value._storage), "a tensor") + ".grad"
