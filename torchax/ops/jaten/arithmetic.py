@@ -10,7 +10,7 @@ from jax import lax
 
 from torchax.ops.builtin import op
 from torchax.ops.casting import convert
-from torchax.ops.jaten import _numbers, _on_host
+from torchax.ops.jaten import _complex, _numbers, _on_host
 from torchax.ops.jaten._arguments import factor_in, require_factor
 from torchax.ops.promotion import (
   in_float32,
@@ -243,11 +243,11 @@ def _aten_pow(self, exponent):
 # Exponents that torch computes by products and roots instead of `pow`; `_numbers.power`
 # has the same list.
 _SIMPLE_POWERS = {
-  0.5: jnp.sqrt,
+  0.5: _complex.sqrt,
   1: lambda x: x,
   2: jnp.square,
   3: lambda x: x * x * x,
-  -0.5: lax.rsqrt,
+  -0.5: _complex.rsqrt,
   -1: jnp.reciprocal,
   -2: lambda x: jnp.reciprocal(jnp.square(x)),
 }

@@ -18,7 +18,7 @@ from torchax.core.static_values import StaticValue
 from torchax.errors import WrongDtypeError
 from torchax.ops.builtin import op
 from torchax.ops.casting import cast, require_fit
-from torchax.ops.jaten import _on_host
+from torchax.ops.jaten import _complex, _on_host
 from torchax.ops.jaten._arguments import require_one_dtype
 from torchax.ops.promotion import (
   HALVES,
@@ -73,14 +73,14 @@ def _erf(x):
 
 # Integers and bools give torch's default dtype.
 FLOAT_UNARY = {
-  "acos": in_float32(jnp.arccos),
+  "acos": in_float32(_complex.acos),
   "acosh": in_float32(jnp.arccosh),
-  "asin": in_float32(jnp.arcsin),
-  "asinh": in_float32(jnp.arcsinh),
-  "atan": in_float32(jnp.arctan),
-  "atanh": in_float32(jnp.arctanh),
+  "asin": in_float32(_complex.asin),
+  "asinh": in_float32(_complex.asinh),
+  "atan": in_float32(_complex.atan),
+  "atanh": in_float32(_complex.atanh),
   "cos": jnp.cos,
-  "cosh": jnp.cosh,
+  "cosh": _complex.cosh,
   "deg2rad": in_float32(jnp.deg2rad),
   "erf": _erf,
   "erfc": lax.erfc,
@@ -93,12 +93,12 @@ FLOAT_UNARY = {
   "log2": in_float32(jnp.log2),
   "rad2deg": in_float32(jnp.rad2deg),
   "reciprocal": jnp.reciprocal,
-  "rsqrt": in_float32(lax.rsqrt),
+  "rsqrt": in_float32(_complex.rsqrt),
   "sigmoid": in_float32(lax.logistic),
   "sin": jnp.sin,
   "sinc": in_float32(jnp.sinc),
-  "sinh": jnp.sinh,
-  "sqrt": jnp.sqrt,
+  "sinh": _complex.sinh,
+  "sqrt": _complex.sqrt,
   "tan": in_float32(jnp.tan),
   "tanh": jnp.tanh,
 }

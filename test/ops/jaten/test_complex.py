@@ -1,0 +1,38 @@
+"""Functions of complex numbers: near zeros, and on both sides of a cut."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from torchax import interop
+
+EPS = torch.finfo(torch.float32).eps
+ROOTS = [torch.sqrt, torch.rsqrt, torch.acos, torch.asin, torch.asinh, torch.atan]
+ROOTS += [torch.atanh, lambda z: z**0.5, lambda z: z**-0.5]
+# Both signs of zero beside numbers on the cuts of the functions.
+AXIS = torch.tensor([-3.0, -0.5, 0.5, 3.0]).repeat_interleave(2)
+ZEROS = torch.tensor([0.0, -0.0]).repeat(4)
+
+
+@pytest.mark.parametrize("function", [torch.sinh, torch.cosh, torch.asinh, torch.atan])
+def test_numbers_near_a_zero_are_accurate(function):
+  radius = torch.logspace(-8, 1, 500, dtype=torch.float64)
+  angle = torch.linspace(0, 40, 500, dtype=torch.float64)
+  around_zero = torch.polar(radius, angle)
+  z = torch.cat([around_zero, around_zero + torch.pi / 2 * 1j]).to(torch.complex64)
+  expected = function(z.to(torch.complex128))
+  error = (function(z.to("jax")).cpu() - expected).abs()
+  assert (error <= 4 * EPS * expected.abs()).all()
+
+
+@pytest.mark.parametrize("function", ROOTS)
+@pytest.mark.parametrize("parts", [(AXIS, ZEROS), (ZEROS, AXIS)], ids=["real", "imag"])
+def test_the_sign_of_zero_chooses_the_side_of_a_cut(function, parts):
+  def value_and_gradient(z):
+    value = function(z.requires_grad_())
+    return value.detach(), *torch.autograd.grad(value.abs().sum(), z)
+
+  z = torch.complex(*parts)
+  expected = value_and_gradient(z.clone())
+  for run in (value_and_gradient, interop.jax_jit(value_and_gradient)):
+    assert_close([result.cpu() for result in run(z.to("jax"))], list(expected))
