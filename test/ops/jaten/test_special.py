@@ -3,7 +3,9 @@
 import math
 
 import jax
+import numpy as np
 import pytest
+import scipy.special
 import torch
 from ops.harness import Case, check, floats, ints
 
@@ -17,6 +19,7 @@ PROBABILITY = floats(3, 4, low=0.01, high=0.99)
 INTS = ints(3, 4, low=1, high=6)
 DEGREES = ints(3, 4, low=-1, high=9)
 SPECIAL = torch.tensor([0.0, -0.0, 1.0, -0.5, math.inf, -math.inf, math.nan])
+LARGE = torch.tensor([200.0, 1e3, 1e4, 1e5, 1e6])
 NEGATIVE = torch.tensor([-2.5, -0.25, -2.0, -1.5, -7.75])
 # Arguments for which the factors of erfcx and log_ndtr overflow or underflow.
 TAILS = torch.tensor([9.3, 26.6, 80.0, 1e10, math.inf, -30.0, -1e3, -math.inf])
@@ -36,6 +39,15 @@ GAMMA_CASES = (
   Case(torch.mvlgamma, POSITIVE + 2, 3, grad=True, **GAMMA),
   *(
     Case(function, POSITIVE, OTHER, **GAMMA)
+    for function in (torch.igamma, torch.igammac)
+  ),
+  *(
+    Case(function, LARGE, LARGE + LARGE.sqrt() * step, **GAMMA)
+    for function in (torch.igamma, torch.igammac)
+    for step in (-3, 0, 2)
+  ),
+  *(
+    Case(function, torch.tensor([math.inf] * 2), torch.tensor([1.0, math.inf]))
     for function in (torch.igamma, torch.igammac)
   ),
   Case(special.zeta, POSITIVE + 1.1, OTHER, **GAMMA),
@@ -124,6 +136,18 @@ def test_float64_values_are_accurate(name, values):
     actual = getattr(special, name)(values.to("jax")).cpu()
   exact = getattr(special, name)(values)
   torch.testing.assert_close(actual, exact, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["gammainc", "gammaincc"])
+def test_incomplete_gamma_of_large_numbers_in_float64(name):
+  """Compare with SciPy, since torch is off by 1e-9."""
+  shape = np.geomspace(200, 1e6, 40)[:, None]
+  x = shape + np.sqrt(shape) * np.linspace(-3, 3, 9)
+  with jax.enable_x64(True):
+    actual = getattr(special, name)(*(torch.tensor(v).to("jax") for v in (shape, x)))
+    np.testing.assert_allclose(
+      actual.cpu(), getattr(scipy.special, name)(shape, x), 1e-12
+    )
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])

@@ -15,6 +15,7 @@ from jax.scipy import special
 
 from torchax.core.static_values import StaticValue
 from torchax.ops.builtin import Kind, op
+from torchax.ops.jaten import _incomplete_gamma
 from torchax.ops.jaten._arguments import require_no_bool
 from torchax.ops.promotion import promote, to_float
 from torchax.registry.names import aten
@@ -178,12 +179,12 @@ def _broadcast_operands(function):
 @op(aten.igamma, aten.special_gammainc)
 def _aten_igamma(self, other):
   """Compute the regularized lower incomplete gamma function P(self, other)."""
-  return in_floats(_broadcast_operands(lax.igamma))(self, other)
+  return in_floats(_broadcast_operands(_incomplete_gamma.lower))(self, other)
 
 
 @op(aten.igammac, aten.special_gammaincc)
 def _aten_igammac(self, other):
-  return in_floats(_broadcast_operands(lax.igammac))(self, other)
+  return in_floats(_broadcast_operands(_incomplete_gamma.upper))(self, other)
 
 
 def _zeta_of_positive(exponent, offset):
