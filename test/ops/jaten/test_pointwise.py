@@ -396,3 +396,25 @@ def test_erf_stays_within_one():
     result.sum().backward()
     slope = torch.exp(-values.square()) * 2 / math.sqrt(math.pi)
     torch.testing.assert_close(leaf.grad.cpu(), slope, rtol=1e-5, atol=0)
+
+
+WHOLE = torch.arange(-80.0, 120.0)
+TENS = torch.pow(10.0, WHOLE.clamp(-37, 38))
+EXACT = {
+  "exp2": (torch.exp2, WHOLE),
+  "ldexp": (lambda x: torch.ldexp(torch.ones_like(x), x), WHOLE),
+  "log2": (torch.log2, torch.pow(2.0, WHOLE)),
+  "log10": (torch.log10, TENS),
+  "round": (lambda x: torch.round(x, decimals=2), WHOLE * 1.115),
+  "round to tens": (lambda x: torch.round(x, decimals=-2), WHOLE * 111.5),
+  "trunc": (lambda x: torch.div(x, 0.3, rounding_mode="trunc"), WHOLE * 0.3),
+  "mean": (lambda x: torch.mean(x, 0), WHOLE.repeat(7, 1)),
+  "std": (lambda x: torch.std(x, 0), WHOLE.repeat(41, 1)),
+}
+
+
+@pytest.mark.parametrize("function, values", EXACT.values(), ids=EXACT)
+def test_what_float32_holds_is_exact(function, values):
+  # XLA computes powers of two and logarithms by those of e, and quotients by 1 / n.
+  compiled = torchax.interop.jax_jit(function)
+  assert torch.equal(compiled(values.to("jax")).cpu(), function(values))

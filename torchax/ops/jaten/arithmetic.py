@@ -140,6 +140,15 @@ def _reject_bools(name, array):
     )
 
 
+def quotient(numerator, denominator):
+  """Divide floats, and round once.
+
+  XLA would multiply by the rounded reciprocal of a broadcast denominator.
+  """
+  is_number = numerator == numerator
+  return numerator / jnp.where(is_number, denominator, numerator)
+
+
 @with_exact_numbers
 def _divide(left, right):
   # XLA multiplies by the reciprocal of a broadcast divisor, which float16 may lack.
@@ -157,7 +166,7 @@ def _floor_divide(left, right):
 def _truncating_divide(left, right):
   if is_exact(left):
     return lax.div(*jnp.broadcast_arrays(left, right))
-  return in_float32(lambda a, b: jnp.trunc(a / b))(left, right)
+  return in_float32(lambda a, b: jnp.trunc(quotient(a, b)))(left, right)
 
 
 _ROUNDED_DIVISIONS = {"floor": _floor_divide, "trunc": _truncating_divide}
@@ -232,6 +241,11 @@ def _power(base, exponent):
   return jnp.where(exponent < 0, inverse, power)
 
 
+def exp2(x):
+  """Return 2 ** x, which is exact for whole numbers; `jnp.exp2` takes exp(x log 2)."""
+  return jnp.power(2, x)
+
+
 @op(aten.pow.Tensor_Tensor, aten.pow.Scalar)
 def _aten_pow(self, exponent):
   dtype = result_dtype(self, exponent)
@@ -274,4 +288,4 @@ def _aten_ldexp(self, other):
   scale = to_float(lax.convert_element_type(other, result_dtype(other, 2.0)))
   value, scale = promote(self, scale)
   # Rounding the power to half precision would lose half of the digits.
-  return in_float32(lambda v, s: v * jnp.exp2(s))(value, scale)
+  return in_float32(lambda v, s: v * exp2(s))(value, scale)

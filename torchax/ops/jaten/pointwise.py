@@ -20,6 +20,7 @@ from torchax.ops.builtin import op
 from torchax.ops.casting import cast, require_fit
 from torchax.ops.jaten import _complex, _on_host
 from torchax.ops.jaten._arguments import require_one_dtype
+from torchax.ops.jaten.arithmetic import exp2, quotient
 from torchax.ops.promotion import (
   HALVES,
   in_float32,
@@ -71,6 +72,21 @@ def _erf(x):
   return result - lax.stop_gradient(result - jnp.clip(result, -1, 1))
 
 
+def _logarithm(base, log):
+  """Make logarithms of powers of the base whole numbers, as in C; `log` rounds them."""
+
+  @in_float32
+  def logarithm(x):
+    result = log(x)
+    if jnp.iscomplexobj(x):
+      return result
+    whole = jnp.round(result)
+    is_power = (x == jnp.power(base, whole)) & jnp.isfinite(result)
+    return result + lax.stop_gradient(jnp.where(is_power, whole - result, 0))
+
+  return logarithm
+
+
 # Integers and bools give torch's default dtype.
 FLOAT_UNARY = {
   "acos": in_float32(_complex.acos),
@@ -85,12 +101,12 @@ FLOAT_UNARY = {
   "erf": _erf,
   "erfc": lax.erfc,
   "exp": jnp.exp,
-  "exp2": in_float32(jnp.exp2),
+  "exp2": in_float32(exp2),
   "expm1": in_float32(jnp.expm1),
   "log": jnp.log,
-  "log10": in_float32(jnp.log10),
+  "log10": _logarithm(10, jnp.log10),
   "log1p": in_float32(jnp.log1p),
-  "log2": in_float32(jnp.log2),
+  "log2": _logarithm(2, jnp.log2),
   "rad2deg": in_float32(jnp.rad2deg),
   "reciprocal": jnp.reciprocal,
   "rsqrt": in_float32(_complex.rsqrt),
@@ -331,8 +347,8 @@ def _aten_round(self, decimals=0):
     return jnp.round(self)
   ten, keeps_decimals = _power_of_ten(decimals) if is_known else decimals
   if keeps_decimals:
-    return in_float32(lambda x: jnp.round(x * ten) / ten)(self)
-  return in_float32(lambda x: jnp.round(x / ten) * ten)(self)
+    return in_float32(lambda x: quotient(jnp.round(x * ten), ten))(self)
+  return in_float32(lambda x: jnp.round(quotient(x, ten)) * ten)(self)
 
 
 @op(aten.frexp)

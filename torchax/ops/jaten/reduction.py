@@ -19,6 +19,7 @@ from torchax.ops.builtin import op
 from torchax.ops.jaten import _numbers, _on_host
 from torchax.ops.jaten._arguments import dim_of, require_no_bool
 from torchax.ops.jaten._extrema import highest, lowest
+from torchax.ops.jaten.arithmetic import quotient
 from torchax.ops.promotion import int64, is_exact, promote, to_float
 from torchax.registry.names import aten, prims
 
@@ -61,11 +62,17 @@ def _aten_nansum(self, dim=None, keepdim=False, dtype=None):
   return _aten_sum(terms, dim, keepdim, dtype)
 
 
+def _mean(values, axes, keepdim):
+  """Return the mean; that of equal numbers is exact, unlike with `jnp.mean`."""
+  count = math.prod(values.shape[axis] for axis in axes)
+  return quotient(jnp.sum(values, axis=axes, keepdims=keepdim), count)
+
+
 @op(aten.mean)
 def _aten_mean(self, dim=None, keepdim=False, dtype=None):
   if dtype is not None:
     self = self.astype(mappings.t2j_dtype(dtype))
-  return jnp.mean(self, axis=_axes(self, dim), keepdims=keepdim)
+  return _mean(_widen(self), _axes(self, dim), keepdim).astype(self.dtype)
 
 
 @op(aten.prod)
@@ -260,7 +267,7 @@ def _variance_and_mean(self, dim, correction, keepdim):
     )
   axes = _axes(self, dim)
   values = _widen(self)
-  mean = jnp.mean(values, axis=axes, keepdims=True)
+  mean = _mean(values, axes, keepdim=True)
   deviation = values - mean
   squares = jnp.real(deviation * jnp.conj(deviation))
   count = math.prod(self.shape[axis] for axis in axes)
