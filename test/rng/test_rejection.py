@@ -337,6 +337,20 @@ def test_dirichlet_gradient_is_the_derivative_of_the_quantile(dtype):
   np.testing.assert_allclose(actual, expected, rtol=20 * GRADIENT_PRECISION[dtype])
 
 
+def test_gradients_of_samples_at_the_bounds_equal_cpu_torch():
+  """With a small α a third of the samples is the least number of float32."""
+  alpha = torch.tensor([1e-4, 1e-2, 0.1, 3.0])[:, None]
+  x = torch.tensor([0.0, torch.finfo(torch.float32).tiny, 1e-30, 1e-15])
+  expected = torch._standard_gamma_grad(alpha, x)
+  actual = torch._standard_gamma_grad(alpha.to("jax"), x.to("jax"))
+  torch.testing.assert_close(actual.cpu(), expected, rtol=1e-5, atol=0)
+  for beta in (0.5, 3.0, 200.0):
+    operands = (torch.cat([x, torch.ones(1)]), alpha, alpha + beta)
+    expected = torch._dirichlet_grad(*torch.broadcast_tensors(*operands))
+    actual = torch._dirichlet_grad(*(value.to("jax") for value in operands))
+    torch.testing.assert_close(actual.cpu(), expected, rtol=1e-5, atol=0)
+
+
 def test_gradients_match_cpu_torch_within_its_precision():
   """torch approximates by rational functions, with errors of up to 2e-3 here."""
   alpha, x, _ = _gamma_grid(np.float32)

@@ -62,6 +62,17 @@ def _integrate(weight, exponent, bound, scale):
   return step * lax.fori_loop(0, nodes + 1, add, jnp.zeros_like(bound))
 
 
+def _is_tiny(x):
+  """Return True where x is negligible beside 1; at 1e-38 the integrals overflow."""
+  return x < jnp.finfo(x.dtype).eps ** 2
+
+
+def _near_zero(alpha, x, digamma_of_total):
+  """Compute dx/dα for a tiny x, where F(x; α) is proportional to a power of x."""
+  log_x = jnp.log(jnp.maximum(x, jnp.finfo(x.dtype).tiny))
+  return x * ((lax.digamma(alpha + 1) - digamma_of_total - log_x) / alpha)
+
+
 def _log_ratio(x, y):
   """Compute log(x / y), precise even if x and y are almost equal."""
   relative = (x - y) / y
@@ -97,6 +108,8 @@ def gamma_gradient(alpha, x) -> jax.Array:
   dtype = x.dtype
   wide = jnp.promote_types(dtype, jnp.float32)
   alpha, x = jnp.broadcast_arrays(alpha.astype(wide), x.astype(wide))
+  is_tiny, near_zero = _is_tiny(x), _near_zero(alpha, x, 0)
+  x = jnp.where(is_tiny, 1, x)
   excess = _log_ratio(x, alpha) + log_minus_digamma(alpha)
   is_lower = excess < 0
   # Each tail is computed for all elements; unused ones get valid dummy arguments.
@@ -106,7 +119,8 @@ def gamma_gradient(alpha, x) -> jax.Array:
   upper = _gamma_upper_tail(
     jnp.where(is_lower, 1, alpha), jnp.where(is_lower, 1, x), jnp.maximum(excess, 0)
   )
-  return jnp.where(is_lower, lower, upper).astype(dtype)
+  gradient = jnp.where(is_lower, lower, upper)
+  return jnp.where(is_tiny, near_zero, gradient).astype(dtype)
 
 
 def _beta_exponent(a, b, odds):
@@ -141,7 +155,11 @@ def dirichlet_gradient(x, alpha, total) -> jax.Array:
   dtype = x.dtype
   wide = jnp.promote_types(dtype, jnp.float32)
   x, alpha, total = jnp.broadcast_arrays(*(v.astype(wide) for v in (x, alpha, total)))
-  beta, odds = total - alpha, x / (1 - x)
+  beta, is_one = total - alpha, x == 1
+  is_tiny = _is_tiny(x * jnp.maximum(beta, 1))
+  near_zero = _near_zero(alpha, x, lax.digamma(total))
+  x = jnp.where(is_tiny, 0.5, x)
+  odds = x / jnp.where(is_one, 1, 1 - x)
   # log(x / mean); for x near 1 from 1 - x and 1 - mean.
   near_one = jnp.log1p(beta / alpha) + jnp.log1p(-(1 - x))
   excess = jnp.where(x > 0.5, near_one, _log_ratio(x * total, alpha))
@@ -159,7 +177,8 @@ def dirichlet_gradient(x, alpha, total) -> jax.Array:
     if_upper(alpha),
     inverse,
   )
-  return jnp.where(is_lower, lower, upper).astype(dtype)
+  gradient = jnp.where(is_one, excess / beta, jnp.where(is_lower, lower, upper))
+  return jnp.where(is_tiny, near_zero, gradient).astype(dtype)
 
 
 @jax.custom_jvp
