@@ -147,6 +147,23 @@ def promote(*values: Any) -> list[jax.Array]:
   return [convert(value, dtype) for value in values]
 
 
+def promote_to_float(*values: Any) -> list[jax.Array]:
+  """Convert the values as `promote`, but integers and bools to torch's default dtype.
+
+  A number that a narrow integer dtype does not hold keeps its value.
+
+  Args:
+    *values: arrays of any shape and Python numbers.
+
+  >>> promote_to_float(jnp.ones(1, jnp.uint8), -300)
+  [Array([1.], dtype=float32), Array(-300., dtype=float32)]
+  """
+  dtype = result_dtype(*values)
+  return [
+    convert(value, default_float() if is_exact(dtype) else dtype) for value in values
+  ]
+
+
 def to_float(value: jax.Array) -> jax.Array:
   """Convert integers and bools to torch's default dtype; keep floats and complex.
 

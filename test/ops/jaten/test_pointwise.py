@@ -284,12 +284,21 @@ SELECTION_CASES = (
   Case(torch.addcdiv, X.to(bf16), Y.to(bf16), POSITIVE.to(bf16), value=0.5),
 )
 
+# Numbers that 8 bits do not hold; the results are floats.
+WIDE_CASES = tuple(
+  Case(function, values, number)
+  for function in (torch.div, torch.copysign, torch.xlogy, torch.special.xlog1py)
+  for values in (SMALL, SMALL.to(torch.int8))
+  for number in (300, -3, 128, torch.tensor(300))
+)
+
 CASES = (
   FLOAT_CASES
   + UNARY_CASES
   + BINARY_CASES
   + MASK_CASES
   + POWER_CASES
+  + WIDE_CASES
   + COMPARISON_CASES
   + SELECTION_CASES
 )
@@ -384,6 +393,12 @@ def test_half_precision_rounds_once(function, dtype):
   # To half precision, 0.999 is 1 and other numbers are off by up to 0.4%.
   values = torch.linspace(-9, 9, 999, dtype=dtype) + 0.1
   assert torch.equal(function(values.to("jax")).cpu(), function(values))
+
+
+@pytest.mark.parametrize("function", [torch.clamp, torch.clamp_min, torch.clamp_max])
+def test_bounds_that_the_dtype_does_not_hold_are_refused(function):
+  with pytest.raises(RuntimeError, match="overflow"):
+    function(SMALL.to("jax"), 300)
 
 
 def test_erf_stays_within_one():

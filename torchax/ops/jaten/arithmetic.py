@@ -17,6 +17,7 @@ from torchax.ops.promotion import (
   is_exact,
   is_tensor,
   promote,
+  promote_to_float,
   result_dtype,
   to_float,
   widen,
@@ -149,10 +150,15 @@ def quotient(numerator, denominator):
   return numerator / jnp.where(is_number, denominator, numerator)
 
 
-@with_exact_numbers
+# In float32: XLA multiplies by the reciprocal of a broadcast divisor, which float16 may
+# lack.
+_divide_floats = in_float32(jnp.divide)
+
+
 def _divide(left, right):
-  # XLA multiplies by the reciprocal of a broadcast divisor, which float16 may lack.
-  return in_float32(jnp.divide)(to_float(left), to_float(right))
+  if is_exact(result_dtype(left, right)):
+    return _divide_floats(*promote_to_float(left, right))
+  return with_exact_numbers(_divide_floats)(left, right)
 
 
 @with_exact_numbers

@@ -27,6 +27,7 @@ from torchax.ops.promotion import (
   int64,
   is_exact,
   promote,
+  promote_to_float,
   result_dtype,
   to_float,
 )
@@ -201,7 +202,7 @@ TABLES = (
   (EXACT_UNARY, lambda f: lambda self: self if is_exact(self) else f(self)),
   (PLAIN_UNARY, lambda f: lambda self: f(self)),
   (BINARY, _binary),
-  (FLOAT_BINARY, lambda f: lambda self, other: f(*map(to_float, promote(self, other)))),
+  (FLOAT_BINARY, lambda f: lambda self, other: f(*promote_to_float(self, other))),
   (LOGICAL, lambda f: lambda self, other: f(self, other)),
 )
 for _table, _wrap in TABLES:
@@ -236,12 +237,12 @@ def _aten_clamp(self, min=None, max=None):
   return _clamp(self, min, max)
 
 
-@op(aten.clamp_min)
+@op(aten.clamp_min, check=_check_clamp)
 def _aten_clamp_min(self, min):
   return _clamp(self, min, None)
 
 
-@op(aten.clamp_max)
+@op(aten.clamp_max, check=lambda self, max: _check_clamp(self, max=max))
 def _aten_clamp_max(self, max):
   return _clamp(self, None, max)
 
@@ -393,7 +394,7 @@ def _xlogy(left, right):
 @op(aten.xlogy, aten.special_xlogy)
 def _aten_xlogy(self, other):
   """Return x log(y); 0 * log(y) is 0 for every y except NaN."""
-  return _xlogy(*map(to_float, promote(self, other)))
+  return _xlogy(*promote_to_float(self, other))
 
 
 # --- Complex numbers ----------------------------------------------------------------

@@ -17,7 +17,7 @@ from torchax.core.static_values import StaticValue
 from torchax.ops.builtin import Kind, op
 from torchax.ops.jaten import _incomplete_gamma
 from torchax.ops.jaten._arguments import require_no_bool
-from torchax.ops.promotion import promote, to_float
+from torchax.ops.promotion import promote_to_float
 from torchax.registry.names import aten
 
 
@@ -37,7 +37,7 @@ def in_floats(function):
 
   @functools.wraps(function)
   def with_float_operands(*operands):
-    arrays = [to_float(array) for array in promote(*operands)]
+    arrays = promote_to_float(*operands)
     dtype = arrays[0].dtype
     wide = jnp.promote_types(dtype, jnp.float32)
     return function(*(array.astype(wide) for array in arrays)).astype(dtype)
