@@ -123,3 +123,10 @@ CASES = (
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_loss(case):
   check(case)
+
+
+@pytest.mark.parametrize("device", ["cpu", "jax"])
+def test_class_weights_have_the_dtype_of_the_input(device):
+  prediction, classes = LOGS.to(device), CLASSES.to(device)
+  with pytest.raises(RuntimeError):
+    F.nll_loss(prediction, classes, CLASS_WEIGHTS.half().to(device))

@@ -56,6 +56,7 @@ def _class_weights(self, weight):
   """Return the weights of the classes, shaped to broadcast to `self`."""
   if weight is None:
     return jnp.ones((), widen(self).dtype)
+  require_one_dtype("nll_loss", self, weight)
   return widen(weight).reshape((-1,) + (1,) * (self.ndim - 1 - _class_axis(self)))
 
 
