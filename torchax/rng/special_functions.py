@@ -27,7 +27,7 @@ _SMALL_STIRLING_ERRORS = [0.0] + [
 ]
 
 
-def _polynomial(coefficients, x):
+def polynomial(coefficients, x):
   """Evaluate a polynomial by Horner's rule; the constant is first."""
   value = jnp.full_like(x, coefficients[-1])
   for coefficient in reversed(coefficients[:-1]):
@@ -46,7 +46,7 @@ def log1p_minus(x):
   """
   near = jnp.abs(x) < 0.5
   y = jnp.where(near, x / (2 + x), 0)
-  series = _polynomial([1 / (2 * n + 3) for n in range(_terms(x, 8, 17))], y * y)
+  series = polynomial([1 / (2 * n + 3) for n in range(_terms(x, 8, 17))], y * y)
   return jnp.where(near, -x * y + 2 * y**3 * series, jnp.log1p(x) - x)
 
 
@@ -55,7 +55,7 @@ def exp_plus(s):
   near = s < 0.5
   small = jnp.where(near, s, 0)
   n = _terms(s, 8, 14)
-  series = _polynomial([(-1) ** k / math.factorial(k + 2) for k in range(n)], small)
+  series = polynomial([(-1) ** k / math.factorial(k + 2) for k in range(n)], small)
   return jnp.where(near, small * small * series, s + jnp.expm1(-s))
 
 
@@ -71,13 +71,13 @@ def log_minus_digamma(a):
   below = lax.fori_loop(0, _LARGE, step, jnp.zeros_like(a))
   inverse = 1 / (a + _LARGE)
   square = inverse * inverse
-  return below + inverse / 2 + square * _polynomial(_DIGAMMA, square)
+  return below + inverse / 2 + square * polynomial(_DIGAMMA, square)
 
 
 def _stirling_error(k):
   """Compute log(k!) - (k log(k) - k + log(2πk)/2) for k ≥ 1: Stirling's error."""
   large = jnp.maximum(k, _LARGE)
-  series = _polynomial(_STIRLING, 1 / (large * large)) / large
+  series = polynomial(_STIRLING, 1 / (large * large)) / large
   table = jnp.asarray(_SMALL_STIRLING_ERRORS, k.dtype)
   exact = table[jnp.clip(k, 0, _LARGE - 1).astype(jnp.int32)]
   return jnp.where(k < _LARGE, exact, series)

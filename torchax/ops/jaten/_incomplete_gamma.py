@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from torchax.rng.special_functions import polynomial
+
 _LEAST, _DISTANCE = 200, 0.3  # expand if a >= _LEAST and |x - a| < _DISTANCE * a
 _ORDERS, _TERMS = 7, 16  # enough for float64
 
@@ -35,28 +37,22 @@ def _coefficients() -> np.ndarray:
   return np.array([row[:_TERMS] for row in rows], np.float64)
 
 
-def _polynomial(coefficients, x):
-  result = jnp.zeros_like(x)
-  for coefficient in reversed(coefficients):
-    result = result * x + coefficient
-  return result
-
-
 def _expand(a, distance, sign):
   """Compute P (sign -1) or Q (sign 1) for x = a (1 + distance)."""
   inverse = 1 / (2 + distance)
   ratio = distance * inverse
-  series = _polynomial([1 / (2 * n + 3) for n in range(12)], ratio * ratio)
+  series = polynomial([1 / (2 * n + 3) for n in range(12)], ratio * ratio)
   # distance - log1p(distance) = η² / 2, without cancellation near 0
   eta = distance * jnp.sqrt(2 * inverse * (1 - 2 * ratio * inverse * series))
-  terms = [_polynomial([float(d) for d in row], eta) for row in _coefficients()]
-  rest = jnp.exp(-a * eta * eta / 2) * _polynomial(terms, 1 / a)
+  terms = [polynomial([float(d) for d in row], eta) for row in _coefficients()]
+  rest = jnp.exp(-a * eta * eta / 2) * polynomial(terms, 1 / a)
   tail = lax.erfc(sign * eta * jnp.sqrt(a / 2)) / 2
   return tail + sign * rest / jnp.sqrt(2 * math.pi * a)
 
 
 def _with_expansion(function, sign):
   def incomplete_gamma(a, x):
+    a, x = jnp.broadcast_arrays(a, x)
     is_near = (a >= _LEAST) & (jnp.abs(x - a) < _DISTANCE * a)
     others = function(jnp.where(is_near, 1, a), jnp.where(is_near, 1, x))
     distance = jnp.where(is_near, (x - a) / a, 0)

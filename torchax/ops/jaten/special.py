@@ -175,19 +175,15 @@ def _aten_mvlgamma(self, p):
   return in_floats(sum_of_lgamma)(self)
 
 
-def _broadcast_operands(function):
-  return lambda *arrays: function(*jnp.broadcast_arrays(*arrays))
-
-
 @op(aten.igamma, aten.special_gammainc)
 def _aten_igamma(self, other):
   """Compute the regularized lower incomplete gamma function P(self, other)."""
-  return in_floats(_broadcast_operands(_incomplete_gamma.lower))(self, other)
+  return in_floats(_incomplete_gamma.lower)(self, other)
 
 
 @op(aten.igammac, aten.special_gammaincc)
 def _aten_igammac(self, other):
-  return in_floats(_broadcast_operands(_incomplete_gamma.upper))(self, other)
+  return in_floats(_incomplete_gamma.upper)(self, other)
 
 
 def _zeta_of_positive(exponent, offset):
@@ -212,6 +208,7 @@ def _zeta_of_negative(exponent, offset):
 
 
 def _hurwitz_zeta(exponent, offset):
+  exponent, offset = jnp.broadcast_arrays(exponent, offset)
   is_pole = (offset <= 0) & (offset == jnp.floor(offset))
   is_negative = (offset < 0) & ~is_pole
   positive = _zeta_of_positive(exponent, jnp.where(offset > 0, offset, 1))
@@ -229,7 +226,7 @@ def _aten_special_zeta(self, other):
 
   It is infinite at other = 0, -1, -2, …
   """
-  return in_floats(_broadcast_operands(_hurwitz_zeta))(self, other)
+  return in_floats(_hurwitz_zeta)(self, other)
 
 
 # --- Error functions and entropies --------------------------------------------------
