@@ -12,7 +12,7 @@ from jax import lax
 
 
 def _by_kind(real, of_complex):
-  """Return a function that is `real`, and `of_complex` for complex arrays."""
+  """Return a function that calls `of_complex` for complex arrays, else `real`."""
 
   @functools.wraps(real)
   def function(x):
