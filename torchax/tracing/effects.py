@@ -158,7 +158,7 @@ class SetGradient(Change):
 
   def apply(self, leaves, array):
     leaf = self.leaf.value
-    with torch_compat.without_function_overrides():  # faster
+    with torch_compat.without_function_overrides():  # skip `__torch_function__`
       leaf.grad = new_tensor(array, leaf._env)
 
   def name(self, arguments, names):
