@@ -15,6 +15,7 @@ from torchax.ops.jaten.attention import scaled_dot_product_attention
 QUERY, KEY, VALUE = floats(2, 4, 5, 8), floats(2, 4, 7, 8, seed=1), floats(2, 4, 7, 6)
 MASK = floats(5, 7, seed=3) > 0
 MASK[2] = False  # one row that sees nothing
+ONE_KEY = torch.eye(5, 7, dtype=torch.bool)
 NO_ROW_EMPTY = floats(2, 1, 5, 7, seed=3) > -0.5
 HALF_TOLERANCE = dict(atol=1e-2, rtol=1.6e-2)
 
@@ -35,6 +36,7 @@ def attend(*tensors, **kwargs):
     {"attn_mask": NO_ROW_EMPTY},
     {"attn_mask": floats(5, 7, seed=4)},
     {"attn_mask": torch.where(MASK, 0.0, -torch.inf)},
+    {"attn_mask": torch.where(MASK, 0.0, torch.finfo(torch.float32).min)},
   ),
   ids=lambda kwargs: "-".join(kwargs) or "plain",
 )
@@ -96,15 +98,16 @@ def test_dropping_all_weights_gives_zeros():
   torch.testing.assert_close(actual, torch.zeros(2, 4, 5, 6))
 
 
-def test_gradients_are_finite_for_a_fully_masked_row():
+@pytest.mark.parametrize("attn_mask", (MASK, ONE_KEY), ids=("no key", "one key"))
+def test_gradients_of_rows_with_few_keys_equal_torch(attn_mask):
   arrays = [mappings.t2j(t) for t in (QUERY, KEY, VALUE)]
-  mask = mappings.t2j(MASK)
+  mask = mappings.t2j(attn_mask)
 
   def total(query, key, value):
     return jnp.sum(jnp.sin(scaled_dot_product_attention(query, key, value, mask)))
 
   leaves = [t.clone().requires_grad_() for t in (QUERY, KEY, VALUE)]
-  F.scaled_dot_product_attention(*leaves, MASK).sin().sum().backward()
+  F.scaled_dot_product_attention(*leaves, attn_mask).sin().sum().backward()
   for gradient, leaf in zip(jax.grad(total, (0, 1, 2))(*arrays), leaves):
     torch.testing.assert_close(mappings.j2t(gradient), leaf.grad, atol=1e-5, rtol=1e-5)
 

@@ -134,13 +134,21 @@ def _scores(product, query, key, attn_mask, is_causal, scale):
   return scores + attn_mask.astype(scores.dtype)
 
 
+@jax.custom_jvp
 def _safe_softmax(scores):
   """Apply softmax over the keys; a fully masked row has zero weights."""
-  peak = jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)
-  peak = lax.stop_gradient(jnp.where(peak == -jnp.inf, 0, peak))
+  # XLA fuses these bounds, unlike `where`: finite without a key, and the largest weight
+  # is 1, so 0.5 changes only the sum of a row without one.
+  peak = jnp.max(scores, axis=-1, keepdims=True, initial=jnp.finfo(scores.dtype).min)
   weights = jnp.exp(scores - peak)
-  total = jnp.sum(weights, axis=-1, keepdims=True)
-  return weights / jnp.where(total == 0, 1, total)
+  return weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 0.5)
+
+
+@_safe_softmax.defjvp
+def _safe_softmax_jvp(primals, tangents):
+  weights, (tangent,) = _safe_softmax(*primals), tangents
+  weighted = weights * tangent
+  return weights, weighted - weights * jnp.sum(weighted, axis=-1, keepdims=True)
 
 
 def _drop(weights, keep_mask, dropout_p, survivor_scale):
