@@ -6,6 +6,8 @@ are computed in float32 (float64 for a float64 image), as in torch, so ties roun
 the same side. `jax_reimplement.py` has the filters that widen when an image shrinks.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -112,9 +114,14 @@ def interpolate_along_axis_bchw(img, idxs, weights, axis):
   Returns:
     An array whose `axis` has `out_size` elements.
   """
-  taps = gather_weights(img, idxs, axis)
-  spread = np.shape(weights) + (1,) * (img.ndim - axis - 1)
-  return jnp.sum(taps * jnp.reshape(weights, spread), axis + 1)
+  # Rows of the first axis, one tap after the other: XLA gathers those as blocks.
+  rows = jnp.moveaxis(img, axis, 0)
+  spread = (-1,) + (1,) * (img.ndim - 1)
+  taps = [
+    gather_weights(rows, idxs[:, tap], 0) * jnp.reshape(weights[:, tap], spread)
+    for tap in range(np.shape(idxs)[1])
+  ]
+  return jnp.moveaxis(functools.reduce(jnp.add, taps), 0, axis)
 
 
 def interpolate_bicubic_no_aa(img, out_h, out_w, align_corners=False):
