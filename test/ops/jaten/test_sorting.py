@@ -10,6 +10,7 @@ from torchax.interop import jax_jit
 
 TIES = ints(3, 6, high=4)
 NANS = torch.tensor([[2.0, float("nan"), 1.0, 3.0], [0.5, 1.5, float("nan"), -1.0]])
+TINY = torch.tensor([1e-40, 0.0, -1e-40, -0.0, 1e-38, -0.0, 0.0])
 EDGES = torch.tensor([3, -(2**31), 2**31 - 1, -1], dtype=torch.int32)
 SORTED = floats(7).sort().values
 SORTED_ROWS = floats(2, 3, 7).sort().values
@@ -22,6 +23,12 @@ SORTS = (
   Case(torch.sort, TIES, dim=0, descending=True, stable=True, name="descending"),
   Case(torch.sort, NANS),
   Case(torch.sort, NANS, -1, True, name="sort-descending-nan"),
+  Case(torch.sort, TINY, stable=True, name="sort-subnormal-and-zeros"),
+  Case(torch.sort, TINY, stable=True, descending=True, name="descending-subnormal"),
+  Case(torch.sort, EDGES),
+  Case(torch.sort, EDGES, descending=True, name="sort-descending-edges"),
+  Case(torch.sort, floats(3, 6, dtype=torch.bfloat16), dim=0, stable=True),
+  Case(torch.sort, TIES.to(torch.int8), stable=True, descending=True, name="int8"),
   Case(torch.sort, TIES > 1, stable=True),
   Case(torch.sort, torch.tensor(2.0)),
   Case(torch.argsort, floats(3, 6), 0, True),

@@ -19,6 +19,7 @@ from torchax.ops.builtin import op
 from torchax.ops.jaten import _numbers, _on_host
 from torchax.ops.jaten._arguments import dim_of, require_no_bool
 from torchax.ops.jaten._extrema import highest, lowest
+from torchax.ops.jaten._stable_sort import sort_with_positions
 from torchax.ops.jaten.arithmetic import quotient
 from torchax.ops.promotion import int64, is_exact, promote, to_float
 from torchax.registry.names import aten, prims
@@ -449,9 +450,7 @@ def _order_statistic(self, dim, keepdim, rank_of):
   axis = axes[0] if axes else 0
   if not array.shape[axis]:
     raise IndexError("median(): Expected reduction dim to have non-zero size.")
-  positions = lax.broadcasted_iota(int64(), array.shape, axis)
-  # NaN sorts last.
-  ascending = lax.sort((array, positions), dimension=axis, num_keys=1, is_stable=True)
+  ascending = sort_with_positions(array, axis)
   keepdim = keepdim and self.ndim > 0
   return _pick(ascending, rank_of(ascending[0], axis), axis, keepdim)
 

@@ -14,6 +14,7 @@ from torchax.core import out_of_range
 from torchax.errors import TracedStateError
 from torchax.ops.builtin import op
 from torchax.ops.jaten._arguments import dim_of
+from torchax.ops.jaten._stable_sort import sort_with_positions
 from torchax.ops.promotion import int64
 from torchax.registry.index_rules import Range
 from torchax.registry.names import aten
@@ -27,13 +28,7 @@ def _aten_sort(self, dim=-1, descending=False):
   dim = dim_of(dim, self.ndim)
   if self.ndim == 0:
     return self, jnp.zeros((), int64())
-  indices = lax.broadcasted_iota(int64(), self.shape, dim)
-  if not descending:
-    return lax.sort((self, indices), dimension=dim, num_keys=1, is_stable=True)
-  # Reversing before and after keeps ties in order and puts NaN first.
-  reversed_ = (lax.rev(self, [dim]), lax.rev(indices, [dim]))
-  values, indices = lax.sort(reversed_, dimension=dim, num_keys=1, is_stable=True)
-  return lax.rev(values, [dim]), lax.rev(indices, [dim])
+  return sort_with_positions(self, dim, descending)
 
 
 @op(aten.sort.stable, index_results=(1,))
@@ -48,7 +43,7 @@ def _aten_argsort(self, dim=-1, descending=False, *, stable=False):
 
 @op(aten.msort)
 def _aten_msort(self):
-  return lax.sort(self, dimension=0) if self.ndim else self
+  return _aten_sort(self, 0)[0]
 
 
 def _topk_keys(values, largest):
