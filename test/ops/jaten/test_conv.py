@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from ops.harness import Case, check, floats
 
 SUMS = dict(atol=1e-5, rtol=1e-5, why="sums of many products, in another order")
+GRADIENTS = dict(SUMS, grad=True)
 
 IMAGE, KERNELS, BIAS = floats(2, 4, 7, 6), floats(6, 4, 3, 2, seed=1), floats(6, seed=2)
 GROUPED = floats(6, 2, 3, 2, seed=1)
@@ -21,6 +22,9 @@ CASES = (
   Case(F.conv2d, IMAGE, KERNELS, BIAS, padding="valid", **SUMS),
   Case(F.conv2d, IMAGE[:0], KERNELS, BIAS, **SUMS),
   Case(F.conv2d, IMAGE, floats(4, 1, 3, 3), None, 1, 1, 1, 4, grad=True, **SUMS),
+  Case(F.conv2d, IMAGE, floats(8, 1, 3, 2), None, (2, 1), 1, (1, 2), 4, **GRADIENTS),
+  Case(F.conv2d, floats(1, 9, 12, 12), floats(9, 1, 9, 9), groups=9, **GRADIENTS),
+  Case(F.conv1d, floats(2, 20, 9), floats(10, 2, 3), None, 2, 1, 1, 10, **GRADIENTS),
   Case(F.conv1d, floats(2, 3, 9), floats(4, 3, 3, seed=1), grad=True, **SUMS),
   Case(
     F.conv3d,
@@ -46,6 +50,17 @@ CASES = (
     grad=True,
     **SUMS,
   ),
+  Case(F.conv_transpose2d, IMAGE, floats(4, 2, 3, 3), None, 2, 1, 1, 4, **GRADIENTS),
+  Case(
+    F.conv_transpose1d,
+    floats(2, 20, 5),
+    floats(20, 1, 3),
+    stride=1,
+    output_padding=1,
+    groups=10,
+    dilation=2,
+    **GRADIENTS,
+  ),
   Case(F.conv_transpose1d, floats(2, 3, 5), floats(3, 4, 3), stride=2, **SUMS),
   Case(F.conv_transpose3d, floats(1, 2, 3, 3, 3), floats(2, 2, 2, 2, 2), **SUMS),
   Case(
@@ -55,6 +70,7 @@ CASES = (
     BIAS.bfloat16(),
     grad=True,
   ),
+  Case(F.conv2d, IMAGE.bfloat16(), floats(4, 1, 3, 3).bfloat16(), groups=4, grad=True),
 )
 
 

@@ -1,17 +1,76 @@
 """Convolutions, transposed convolutions, and their gradients.
 
 Layouts are torch's: input (N, C, spatial…), weight (out, in/groups, spatial…), and
-for a transposed convolution (in, out/groups, spatial…). A convolution is bilinear, so
-both gradients are linear transposes by JAX.
+for a transposed convolution (in, out/groups, spatial…). The gradient of the input is
+the other kind of convolution; that of the weight is a linear transpose by JAX.
+
+XLA's CPU compiler has fast convolutions only without groups: with groups they take up
+to 40 times as long, and their gradients up to 100 times. So there each group is a
+convolution, and a depthwise one is a sum over the positions of the kernel.
 """
+
+import functools
+import itertools
+import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from torchax.ops.builtin import op
 from torchax.ops.jaten._arguments import expand_sizes
+from torchax.ops.promotion import widen
 from torchax.registry.names import aten
+
+# Groups and kernel positions up to which the CPU's program is unrolled.
+_UNROLLED_GROUPS, _UNROLLED_POSITIONS = 8, 64
+
+
+def _correlate(input, weight, stride, padding, dilation, groups, input_dilation=None):
+  """Correlate the input with a weight (out, in/groups, spatial…)."""
+  input_dilation = input_dilation or (1,) * len(stride)
+  sizes = (stride, padding, input_dilation, dilation)
+  if groups == 1 or jax.default_backend() != "cpu":
+    return lax.conv_general_dilated(input, weight, *sizes, feature_group_count=groups)
+  if weight.shape[1] == 1 and math.prod(weight.shape[2:]) <= _UNROLLED_POSITIONS:
+    return _correlate_depthwise(input, weight, *sizes)
+  batch, channels, *space = input.shape
+  inputs = input.reshape(batch, groups, channels // groups, *space)
+  pairs = jnp.moveaxis(inputs, 1, 0), weight.reshape(groups, -1, *weight.shape[1:])
+
+  def correlate_group(pair):
+    return lax.conv_general_dilated(*pair, *sizes)
+
+  if groups <= _UNROLLED_GROUPS:
+    results = jnp.stack(list(map(correlate_group, zip(*pairs))), 1)
+  else:
+    results = jnp.moveaxis(lax.map(correlate_group, pairs), 0, 1)
+  return lax.collapse(results, 1, 3)
+
+
+def _correlate_depthwise(input, weight, stride, padding, input_dilation, dilation):
+  """Sum over the kernel's positions, in float32 for half precision."""
+  dtype, kernel = input.dtype, weight.shape[2:]
+  input, weight = widen(input), widen(weight)
+  edges = [(low, high, d - 1) for (low, high), d in zip(padding, input_dilation)]
+  padded = lax.pad(input, np.zeros((), input.dtype), [(0, 0, 0)] * 2 + edges)
+  padded = jnp.repeat(padded, weight.shape[0] // input.shape[1], 1)
+  spans = [
+    (size - d * (k - 1) - 1) // s * s + 1
+    for size, d, k, s in zip(padded.shape[2:], dilation, kernel, stride)
+  ]
+
+  def term(*position):
+    starts = [index * d for index, d in zip(position, dilation)]
+    ends = [start + span for start, span in zip(starts, spans)]
+    part = lax.slice(
+      padded, (0, 0, *starts), (*padded.shape[:2], *ends), (1, 1, *stride)
+    )
+    return part * weight[:, 0, *position].reshape(-1, *[1] * len(kernel))
+
+  positions = itertools.product(*map(range, kernel))
+  return functools.reduce(jnp.add, itertools.starmap(term, positions)).astype(dtype)
 
 
 def _conv_transpose(input, weight, stride, padding, dilation, output_padding, groups):
@@ -22,24 +81,15 @@ def _conv_transpose(input, weight, stride, padding, dilation, output_padding, gr
   """
   spatial = tuple(range(2, weight.ndim))
   extents = [d * (kernel - 1) for kernel, d in zip(weight.shape[2:], dilation)]
-  if groups > 1:
-    by_group = weight.reshape(groups, -1, *weight.shape[1:])
-    weight = jnp.swapaxes(by_group, 0, 1).reshape(
-      by_group.shape[1], -1, *weight.shape[2:]
-    )
-  order = (0, 1, *spatial)
-  return lax.conv_general_dilated(
-    input,
-    lax.rev(weight, spatial),
-    window_strides=(1,) * len(spatial),
-    padding=[
-      (extent - low, extent - high + extra)
-      for extent, (low, high), extra in zip(extents, padding, output_padding)
-    ],
-    lhs_dilation=stride,
-    rhs_dilation=dilation,
-    dimension_numbers=lax.ConvDimensionNumbers(order, (1, 0, *spatial), order),
-    feature_group_count=groups,
+  by_group = weight.reshape(groups, -1, *weight.shape[1:])
+  weight = lax.collapse(jnp.swapaxes(by_group, 1, 2), 0, 2)
+  padding = [
+    (extent - low, extent - high + extra)
+    for extent, (low, high), extra in zip(extents, padding, output_padding)
+  ]
+  ones = (1,) * len(spatial)
+  return _correlate(
+    input, lax.rev(weight, spatial), ones, padding, dilation, groups, stride
   )
 
 
@@ -67,9 +117,7 @@ def _convolve(
       input, weight, stride, padding, dilation, output_padding, groups
     )
   else:
-    result = lax.conv_general_dilated(
-      input, weight, stride, padding, rhs_dilation=dilation, feature_group_count=groups
-    )
+    result = _correlate(input, weight, stride, padding, dilation, groups)
   if bias is None:
     return result
   return result + bias.reshape((1, -1) + (1,) * (input.ndim - 2))
@@ -126,17 +174,34 @@ def _aten_convolution_backward(
   stride, padding, dilation, output_padding = _sizes(
     input.ndim - 2, stride, padding, dilation, output_padding
   )
-  sizes = (None, stride, padding, dilation, transposed, output_padding, groups)
-
-  def gradient(function, primal):
-    (cotangent,) = jax.linear_transpose(function, primal)(grad_output)
-    return cotangent
-
+  sizes = (stride, padding, dilation)
   spatial = tuple(range(2, grad_output.ndim))
-  return (
-    gradient(lambda x: _convolve(x, weight, *sizes), input) if output_mask[0] else None,
-    gradient(lambda w: _convolve(input, w, *sizes), weight) if output_mask[1] else None,
-    jnp.sum(grad_output, axis=(0, *spatial)) if output_mask[2] else None,
+  input_grad = weight_grad = bias_grad = None
+  if output_mask[0]:
+    extra = (0,) * len(spatial) if transposed else _uncovered(input, weight, *sizes)
+    input_grad = _convolve(
+      grad_output, weight, None, *sizes, not transposed, extra, groups
+    )
+    # With an output padding of a stride or more, the result is too long.
+    input_grad = lax.slice(input_grad, (0,) * input.ndim, input.shape)
+  if output_mask[1]:
+    transpose = jax.linear_transpose(
+      lambda w: _convolve(input, w, None, *sizes, transposed, output_padding, groups),
+      weight,
+    )
+    (weight_grad,) = transpose(grad_output)
+  if output_mask[2]:
+    bias_grad = jnp.sum(grad_output, axis=(0, *spatial))
+  return input_grad, weight_grad, bias_grad
+
+
+def _uncovered(input, weight, stride, padding, dilation) -> tuple[int, ...]:
+  """Return how many elements at the end of each dimension no kernel position covers."""
+  return tuple(
+    (size + low + high - d * (kernel - 1) - 1) % s
+    for size, kernel, (low, high), d, s in zip(
+      input.shape[2:], weight.shape[2:], padding, dilation, stride
+    )
   )
 
 
