@@ -23,7 +23,7 @@ from torchax.ops.jaten._arguments import expand_sizes
 from torchax.ops.promotion import widen
 from torchax.registry.names import aten
 
-# Groups and kernel positions up to which the CPU's program is unrolled.
+# Largest number of groups and of kernel positions in an unrolled program of the CPU.
 _UNROLLED_GROUPS, _UNROLLED_POSITIONS = 8, 64
 
 
