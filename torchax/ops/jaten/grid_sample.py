@@ -6,12 +6,14 @@ on the transposed gather of large volumes, and torch defines its own slopes wher
 position is clipped or reflected. Resizing to a fixed size is in `resize.py`.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from torchax.ops import jimage
 from torchax.ops.builtin import op
@@ -116,36 +118,55 @@ def _product(factors):
 
 
 def _indices(taps, sizes):
-  """Return the indices of a box of elements, and the mask of those in the image."""
-  rank = len(taps)
-  boxes = (_spread(tap.positions, axis, rank) for axis, tap in enumerate(taps))
-  positions = jnp.broadcast_arrays(*boxes)
-  is_inside = jnp.ones(positions[0].shape, bool)
-  for position, size in zip(positions, sizes):
+  """Return the indices of a box of flattened elements, and the mask of those inside."""
+  indices, is_inside = 0, True
+  for axis, (tap, size) in enumerate(zip(taps, sizes)):
+    position = _spread(tap.positions, axis, len(taps))
     is_inside &= (position >= 0) & (position < size)
-  clipped = (jnp.clip(p, 0, size - 1) for p, size in zip(positions, sizes))
-  return tuple(p.astype(jnp.int32) for p in clipped), is_inside
+    indices = indices * size + jnp.clip(position, 0, size - 1).astype(jnp.int32)
+  return indices, is_inside
+
+
+def _gather(image, indices):
+  """Gather the channels of flattened elements, (*indices, C)."""
+  rows = jnp.moveaxis(image, 0, -1).reshape(-1, len(image))
+  return jnp.take(rows, indices, 0, mode="clip")
+
+
+def _weights(taps, is_inside):
+  weights = _product([tap.weights for tap in taps])
+  return jnp.where(is_inside, weights, 0)[..., None]
+
+
+# XLA fuses a loop over the taps, and reduces an array of all of them slowly.
 
 
 def _sample(image, taps):
-  """Sample an image (C, *space) with one gather."""
+  """Sample an image (C, *space)."""
   indices, is_inside = _indices(taps, image.shape[1:])
-  weight = jnp.where(is_inside, _product([tap.weights for tap in taps]), 0)
-  return jnp.sum(image[(slice(None), *indices)] * weight, range(1, len(taps) + 1))
+  weights = _weights(taps, is_inside)
+  boxes = np.ndindex(*indices.shape[: len(taps)])
+  terms = [_gather(image, indices[box]) * weights[box] for box in boxes]
+  return jnp.moveaxis(functools.reduce(jnp.add, terms), -1, 0)
 
 
 def _image_gradient(grad, image, taps):
-  transpose = jax.linear_transpose(lambda image: _sample(image, taps), image)
-  return transpose(grad)[0]
+  channels, *space = image.shape
+  indices, is_inside = _indices(taps, space)
+  rows = _weights(taps, is_inside) * jnp.moveaxis(grad, 0, -1)
+  zeros = jnp.zeros((math.prod(space), channels), rows.dtype)
+  sums = zeros.at[indices.ravel()].add(rows.reshape(-1, channels), mode="clip")
+  return jnp.moveaxis(sums.reshape(*space, channels), -1, 0)
 
 
 def _grid_gradient(grad, image, taps):
   """Return the gradient of the points; the last axis is their dims, last dim first."""
   rank = len(taps)
   indices, is_inside = _indices(taps, image.shape[1:])
-  spread = grad.reshape(len(grad), *[1] * rank, *grad.shape[1:])
-  elements = jnp.sum(image[(slice(None), *indices)] * spread, 0)
-  elements = jnp.where(is_inside, elements, 0)
+  grad = jnp.moveaxis(grad, 0, -1)
+  boxes = np.ndindex(*indices.shape[:rank])
+  elements = [jnp.sum(_gather(image, indices[box]) * grad, -1) for box in boxes]
+  elements = jnp.where(is_inside, jnp.stack(elements).reshape(indices.shape), 0)
   slopes = []
   for axis in range(rank):
     factors = [t.slopes if a == axis else t.weights for a, t in enumerate(taps)]
