@@ -19,6 +19,7 @@ from torchax.ops.jaten import _incomplete_gamma
 from torchax.ops.jaten._arguments import require_no_bool
 from torchax.ops.promotion import promote_to_float
 from torchax.registry.names import aten
+from torchax.rng.special_functions import polynomial
 
 
 def chebyshev(coefficients: tuple[float, ...], t: jax.Array) -> jax.Array:
@@ -124,6 +125,23 @@ def _prepare_polygamma(arguments: dict) -> None:
   arguments["n"] = StaticValue(n) if is_plain else _polygamma_parts(n)
 
 
+# The Bernoulli numbers B₂, B₄, …, B₁₆.
+_BERNOULLI = (1 / 6, -1 / 30, 1 / 42, -1 / 30, 5 / 66, -691 / 2730, 7 / 6, -3617 / 510)
+_STEPS = 12
+
+
+def _trigamma(x):
+  """Compute ψ′(x) for x ≥ 0 by its recurrence and expansion (DLMF, 5.15.5, 5.15.8).
+
+  It is infinite at the negative integers.
+  """
+  inverse = 1 / (x + _STEPS)
+  square = jnp.square(inverse)
+  expansion = inverse * (1 + inverse / 2 + square * polynomial(_BERNOULLI, square))
+  steps = sum(1 / jnp.square(x + step) for step in reversed(range(_STEPS)))
+  return jnp.where(x < 0, math.inf, expansion + steps)
+
+
 @op(
   aten.polygamma,
   aten.special_polygamma,
@@ -141,14 +159,14 @@ def _aten_polygamma(n, self):
   exponent, sign, factorial, *reflection = _polygamma_parts(n) if is_known else n
 
   def from_zeta(x):
+    if is_known and n == 1:
+      return _trigamma(x)
     return sign * factorial * _hurwitz_zeta(jnp.full_like(x, exponent), x)
 
   def reflected(x):
     is_left = (x < 0) & (x != jnp.floor(x))
     inside = jnp.where(is_left, x, -0.5)
     right = from_zeta(jnp.where(is_left, 1 - x, x))
-    if is_known and n == 1:  # torch has a limit at infinity for n = 1 only
-      right = jnp.where(x == math.inf, 0, right)
     left = -math.pi * _derivative_of_cotangent(inside, *reflection) - sign * right
     return jnp.where(is_left, left, right)
 
