@@ -48,6 +48,7 @@ from torchax.functions import (
   indexing,
   layers,
   reshapes,
+  scatters,
   shortcuts,
 )
 from torchax.graphs import fake_tensors, fx, higher_order
@@ -199,7 +200,7 @@ def _compose() -> None:
   """Connect the layers; the modules below do not import this one."""
   program_limit.limit(lambda: default_env().config.compilation_cache_size)
   program_limit.before_first(compile_times.listen)
-  for module in (factories, shortcuts, indexing, reshapes, higher_order):
+  for module in (factories, shortcuts, indexing, reshapes, scatters, higher_order):
     environment.on_creation(module.register_functions)
   forks.watch(_WAYS_TO_JAX)
   # `rng.explain` and `rng.replay` run functions, which only layers above `rng` can.
