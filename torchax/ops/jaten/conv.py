@@ -6,7 +6,7 @@ the other kind of convolution; that of the weight is a linear transpose by JAX.
 
 XLA's CPU compiler has fast convolutions only without groups: with groups they take up
 to 40 times as long, and their gradients up to 100 times. So there each group is a
-convolution, and a depthwise one is a sum over the positions of the kernel.
+convolution. A depthwise one is a sum over the positions of the kernel.
 """
 
 import functools
@@ -31,16 +31,23 @@ def _correlate(input, weight, stride, padding, dilation, groups, input_dilation=
   """Correlate the input with a weight (out, in/groups, spatial…)."""
   input_dilation = input_dilation or (1,) * len(stride)
   sizes = (stride, padding, input_dilation, dilation)
-  if groups == 1 or jax.default_backend() != "cpu":
+  if jax.default_backend() != "cpu":
     return lax.conv_general_dilated(input, weight, *sizes, feature_group_count=groups)
-  if weight.shape[1] == 1 and math.prod(weight.shape[2:]) <= _UNROLLED_POSITIONS:
-    return _correlate_depthwise(input, weight, *sizes)
+  is_depthwise = groups > 1 and weight.shape[1] == 1
+  positions = math.prod(weight.shape[2:])
+  # For a kernel that is larger than the input, XLA exchanges them, which is slow.
+  if positions <= _UNROLLED_POSITIONS and (
+    is_depthwise or groups == 1 and positions > math.prod(input.shape[2:]) > 0
+  ):
+    return _sum_over_kernel(input, weight, is_depthwise, *sizes)
+  if groups == 1:
+    return lax.conv_general_dilated(input, weight, *sizes)
   batch, channels, *space = input.shape
   inputs = input.reshape(batch, groups, channels // groups, *space)
   pairs = jnp.moveaxis(inputs, 1, 0), weight.reshape(groups, -1, *weight.shape[1:])
 
   def correlate_group(pair):
-    return lax.conv_general_dilated(*pair, *sizes)
+    return _correlate(*pair, stride, padding, dilation, 1, input_dilation)
 
   if groups <= _UNROLLED_GROUPS:
     results = jnp.stack(list(map(correlate_group, zip(*pairs))), 1)
@@ -49,13 +56,16 @@ def _correlate(input, weight, stride, padding, dilation, groups, input_dilation=
   return lax.collapse(results, 1, 3)
 
 
-def _correlate_depthwise(input, weight, stride, padding, input_dilation, dilation):
+def _sum_over_kernel(
+  input, weight, is_depthwise, stride, padding, input_dilation, dilation
+):
   """Sum over the kernel's positions, in float32 for half precision."""
   dtype, kernel = input.dtype, weight.shape[2:]
   input, weight = widen(input), widen(weight)
   edges = [(low, high, d - 1) for (low, high), d in zip(padding, input_dilation)]
   padded = lax.pad(input, np.zeros((), input.dtype), [(0, 0, 0)] * 2 + edges)
-  padded = jnp.repeat(padded, weight.shape[0] // input.shape[1], 1)
+  if is_depthwise:
+    padded = jnp.repeat(padded, weight.shape[0] // input.shape[1], 1)
   spans = [
     (size - d * (k - 1) - 1) // s * s + 1
     for size, d, k, s in zip(padded.shape[2:], dilation, kernel, stride)
@@ -67,7 +77,10 @@ def _correlate_depthwise(input, weight, stride, padding, input_dilation, dilatio
     part = lax.slice(
       padded, (0, 0, *starts), (*padded.shape[:2], *ends), (1, 1, *stride)
     )
-    return part * weight[:, 0, *position].reshape(-1, *[1] * len(kernel))
+    factors = weight[:, :, *position]
+    if is_depthwise:
+      return part * factors.reshape(-1, *[1] * len(kernel))
+    return jnp.einsum("nc...,oc->no...", part, factors)
 
   positions = itertools.product(*map(range, kernel))
   return functools.reduce(jnp.add, itertools.starmap(term, positions)).astype(dtype)
