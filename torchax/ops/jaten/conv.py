@@ -27,21 +27,30 @@ from torchax.registry.names import aten
 _UNROLLED_GROUPS, _UNROLLED_POSITIONS = 8, 64
 
 
-def _correlate(input, weight, stride, padding, dilation, groups, input_dilation=None):
-  """Correlate the input with a weight (out, in/groups, spatial…)."""
-  input_dilation = input_dilation or (1,) * len(stride)
-  sizes = (stride, padding, input_dilation, dilation)
-  if jax.default_backend() != "cpu":
-    return lax.conv_general_dilated(input, weight, *sizes, feature_group_count=groups)
-  is_depthwise = groups > 1 and weight.shape[1] == 1
+def _correlate(
+  input, weight, stride, padding, dilation, groups, input_dilation=None, order=(0, 1)
+):
+  """Correlate with a weight (out, in/groups, …); `order` has their positions."""
+  spatial = tuple(range(2, weight.ndim))
+  sizes = (stride, padding, input_dilation or (1,) * len(stride), dilation)
   positions = math.prod(weight.shape[2:])
+  is_on_cpu = jax.default_backend() == "cpu"
+  is_depthwise = groups > 1 and weight.shape[order[1]] == 1
   # For a kernel that is larger than the input, XLA exchanges them, which is slow.
-  if positions <= _UNROLLED_POSITIONS and (
-    is_depthwise or groups == 1 and positions > math.prod(input.shape[2:]) > 0
-  ):
+  is_large = groups == 1 and positions > math.prod(input.shape[2:]) > 0
+  if is_on_cpu and (is_depthwise or is_large) and positions <= _UNROLLED_POSITIONS:
+    weight = weight.transpose(*order, *spatial)
     return _sum_over_kernel(input, weight, is_depthwise, *sizes)
-  if groups == 1:
-    return lax.conv_general_dilated(input, weight, *sizes)
+  if groups == 1 or not is_on_cpu:
+    layout = (0, 1, *spatial)
+    return lax.conv_general_dilated(
+      input,
+      weight,
+      *sizes,
+      lax.ConvDimensionNumbers(layout, (*order, *spatial), layout),
+      feature_group_count=groups,
+    )
+  weight = weight.transpose(*order, *spatial)
   batch, channels, *space = input.shape
   inputs = input.reshape(batch, groups, channels // groups, *space)
   pairs = jnp.moveaxis(inputs, 1, 0), weight.reshape(groups, -1, *weight.shape[1:])
@@ -94,16 +103,15 @@ def _conv_transpose(input, weight, stride, padding, dilation, output_padding, gr
   """
   spatial = tuple(range(2, weight.ndim))
   extents = [d * (kernel - 1) for kernel, d in zip(weight.shape[2:], dilation)]
-  by_group = weight.reshape(groups, -1, *weight.shape[1:])
-  weight = lax.collapse(jnp.swapaxes(by_group, 1, 2), 0, 2)
+  if groups > 1:
+    by_group = weight.reshape(groups, -1, *weight.shape[1:])
+    weight = lax.collapse(jnp.swapaxes(by_group, 0, 1), 1, 3)
   padding = [
     (extent - low, extent - high + extra)
     for extent, (low, high), extra in zip(extents, padding, output_padding)
   ]
-  ones = (1,) * len(spatial)
-  return _correlate(
-    input, lax.rev(weight, spatial), ones, padding, dilation, groups, stride
-  )
+  weight, ones = lax.rev(weight, spatial), (1,) * len(spatial)
+  return _correlate(input, weight, ones, padding, dilation, groups, stride, (1, 0))
 
 
 def _check(weight, bias, stride, padding, dilation, transposed, groups):
