@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from torchax.core.stable_sort import sort_with_positions
 from torchax.rng.special_functions import normal_above
 from torchax.rng.threefry import with_unrolled_key
 from torchax.rng.uniform import halves, is_below, scale_to_integer, unit
@@ -122,8 +123,17 @@ def no_integer(dtype):
 
 @with_unrolled_key
 def permutation(key, n: int, dtype) -> jax.Array:
-  """Sample a random permutation of 0 … n-1."""
-  return jax.random.permutation(key, n).astype(dtype)
+  """Sample a random permutation of 0 … n-1, the one of `jax.random.permutation`.
+
+  Each round sorts by 32 random bits. Equal bits keep their order, so there are enough
+  rounds that two elements rarely have equal bits in all of them.
+  """
+  order = jnp.arange(n)
+  for _ in range(math.ceil(3 * math.log(max(1, n)) / math.log(2**32 - 1))):
+    key, subkey = jax.random.split(key)
+    _, positions = sort_with_positions(jax.random.bits(subkey, (n,)), 0)
+    order = order[positions]
+  return order.astype(dtype)
 
 
 @with_unrolled_key

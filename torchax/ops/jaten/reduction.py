@@ -13,13 +13,13 @@ import numpy as np
 from jax import lax
 
 from torchax.core import grad_mode, mappings
+from torchax.core.stable_sort import sort_with_positions
 from torchax.core.static_values import StaticValue
 from torchax.errors import TracedStateError
 from torchax.ops.builtin import op
 from torchax.ops.jaten import _numbers, _on_host
 from torchax.ops.jaten._arguments import dim_of, require_no_bool
 from torchax.ops.jaten._extrema import highest, lowest
-from torchax.ops.jaten._stable_sort import sort_with_positions
 from torchax.ops.jaten.arithmetic import quotient
 from torchax.ops.promotion import int64, is_exact, promote, to_float
 from torchax.registry.names import aten, prims
@@ -450,7 +450,8 @@ def _order_statistic(self, dim, keepdim, rank_of):
   axis = axes[0] if axes else 0
   if not array.shape[axis]:
     raise IndexError("median(): Expected reduction dim to have non-zero size.")
-  ascending = sort_with_positions(array, axis)
+  values, positions = sort_with_positions(array, axis)
+  ascending = values, positions.astype(int64())
   keepdim = keepdim and self.ndim > 0
   return _pick(ascending, rank_of(ascending[0], axis), axis, keepdim)
 

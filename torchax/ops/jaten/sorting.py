@@ -11,10 +11,10 @@ import numpy as np
 from jax import lax
 
 from torchax.core import out_of_range
+from torchax.core.stable_sort import sort_with_positions
 from torchax.errors import TracedStateError
 from torchax.ops.builtin import op
 from torchax.ops.jaten._arguments import dim_of
-from torchax.ops.jaten._stable_sort import sort_with_positions
 from torchax.ops.promotion import int64
 from torchax.registry.index_rules import Range
 from torchax.registry.names import aten
@@ -28,7 +28,8 @@ def _aten_sort(self, dim=-1, descending=False):
   dim = dim_of(dim, self.ndim)
   if self.ndim == 0:
     return self, jnp.zeros((), int64())
-  return sort_with_positions(self, dim, descending)
+  values, positions = sort_with_positions(self, dim, descending)
+  return values, positions.astype(int64())
 
 
 @op(aten.sort.stable, index_results=(1,))

@@ -10,8 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from torchax.ops.promotion import int64
-
 # Bits of a float32 without the sign, and of infinity; those of NaN are between.
 _LARGEST, _INFINITY = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
 
@@ -25,14 +23,14 @@ def sort_with_positions(array, axis: int, descending=False):
     descending: largest first.
 
   Returns:
-    The sorted array, and the positions of its elements in `array`.
+    The sorted array, and the positions of its elements in `array` as int32.
   """
   ranks = _ranks(array) if jax.default_backend() == "cpu" else None
   if ranks is None:
     return _sort_pair(array, axis, descending)
   positions = _sorted_positions(~ranks if descending else ranks, axis)
   values = jnp.take_along_axis(array, positions, axis, mode="promise_in_bounds")
-  return values, positions.astype(int64())
+  return values, positions
 
 
 def _ranks(array) -> jax.Array | None:
@@ -67,12 +65,9 @@ def _sorted_positions(ranks, axis: int) -> jax.Array:
 
 
 def _sort_pair(array, axis: int, descending: bool):
-  positions = lax.broadcasted_iota(int64(), array.shape, axis)
-  operands = (array, positions)
   # Reversing before and after keeps ties in order and puts NaN first.
-  if descending:
-    operands = tuple([lax.rev(operand, [axis]) for operand in operands])
-  ordered = lax.sort(operands, dimension=axis, num_keys=1, is_stable=True)
-  if descending:
-    ordered = [lax.rev(operand, [axis]) for operand in ordered]
-  return tuple(ordered)
+  order = [slice(None)] * axis + [slice(None, None, -1 if descending else 1)]
+  positions = lax.broadcasted_iota(jnp.int32, array.shape, axis)
+  operands = array[tuple(order)], positions[tuple(order)]
+  values, positions = lax.sort(operands, dimension=axis, num_keys=1, is_stable=True)
+  return values[tuple(order)], positions[tuple(order)]
