@@ -408,6 +408,23 @@ def test_shape_of_view_changes_under_no_grad_with_its_gradient(wrap):
   assert_same(ours.grad, theirs.grad)
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, jax_jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("offset", ((), (5,)), ids=("own offset", "offset"))
+def test_as_strided_under_no_grad_shows_elements_of_the_base(wrap, offset):
+  def run(x):
+    view = x[:, 1:3]
+    with torch.no_grad():
+      view.as_strided_((2, 3), (2, 1), *offset)
+    return (view * weights.to(x.device)).sum()
+
+  weights = torch.arange(6.0).reshape(2, 3)
+  ours = torch.ones(4, 4, device="jax", requires_grad=True)
+  theirs = torch.ones(4, 4, requires_grad=True)
+  wrap(run)(ours).backward()
+  run(theirs).backward()
+  assert_same(ours.grad, theirs.grad)
+
+
 def test_a_tensor_of_changed_shape_can_be_trained_and_detached():
   x = torch.ones(2, 3, device="jax")
   x.t_()

@@ -41,8 +41,11 @@ def _reshape(name: str) -> Callable:
     if not _may_become_view(tensor):
       return in_place(*args, **kwargs)
     require_own(tensor, name)
+    from_base = (
+      name == "as_strided_" and tensor._is_view() and not torch.is_grad_enabled()
+    )
     with torch.enable_grad():
-      hidden = view(*args, **kwargs)
+      hidden = _strided(*args, **kwargs) if from_base else view(*args, **kwargs)
     if type(hidden) is not View:  # a transform of `torch.func` has wrapped it
       return in_place(*args, **kwargs)
     has_own_base = not tensor._is_view()
@@ -53,6 +56,15 @@ def _reshape(name: str) -> Callable:
     return tensor
 
   return reshape
+
+
+def _strided(tensor, size, stride, storage_offset=None):
+  """Return `as_strided` of a view with elements of its base that it did not show.
+
+  Under `no_grad` torch derives the graph of a changed view from its base.
+  """
+  offset = tensor.storage_offset() if storage_offset is None else storage_offset
+  return tensor._base.as_strided(size, stride, offset)
 
 
 def _without_base(name: str) -> Callable:
