@@ -5,6 +5,7 @@ import torch
 from ops.harness import Case, check, floats, ints
 
 import torchax
+from torchax.interop import jax_jit
 
 X = floats(3, 6)
 INTS = ints(3, 4)
@@ -83,3 +84,15 @@ def test_out_receives_the_results():
   for have, out, want in zip(returned, given, torch.histogram(X, 4)):
     assert have is out
     torch.testing.assert_close(out.cpu(), want)
+
+
+def test_known_numbers_are_counted_inside_a_trace():
+  numbers = INTS[0] + 3
+
+  def count(x):
+    return x * torch.bincount(numbers.to(x.device))
+
+  expected = torch.bincount(numbers).float()
+  torch.testing.assert_close(
+    jax_jit(count)(torch.ones(1, device="jax")).cpu(), expected
+  )

@@ -81,13 +81,14 @@ def _aten_bincount(self, weights=None, minlength=0):
       "are unknown inside a JAX transformation such as jax.jit. Add ones with "
       "`scatter_add` to zeros of a known length instead."
     )
-  if (
-    self.ndim != 1
-    or jnp.issubdtype(self.dtype, jnp.inexact)
-    or (self.size and jnp.min(self) < 0)
-  ):
+  is_valid = self.ndim == 1 and not jnp.issubdtype(self.dtype, jnp.inexact)
+  low, high = 0, -1
+  if is_valid and self.size:
+    with jax.ensure_compile_time_eval():  # also while JAX traces another tensor
+      low, high = int(jnp.min(self)), int(jnp.max(self))
+  if not is_valid or low < 0:
     raise RuntimeError("bincount only supports 1-d non-negative integral inputs.")
-  length = max(minlength, int(jnp.max(self)) + 1 if self.size else 0)
+  length = max(minlength, high + 1)
   if weights is None:
     return jnp.bincount(self, length=length).astype(mappings.t2j_dtype(torch.int64))
   double = mappings.t2j_dtype(torch.float64)
