@@ -124,14 +124,15 @@ def rows() -> list[Row]:
 
 
 def memory_row(ours, plain) -> Row:
-  """Return XLA's estimate of temporary memory, bytes in place of microseconds."""
+  """Return XLA's estimate of temporary memory."""
   own = ours.func.lower(*ours.args).compile().memory_analysis()
   theirs = plain.func.lower(*plain.args).compile().memory_analysis()
   return Row(
-    "train step, temporary memory (bytes)",
+    "train step, temporary memory",
     "plain JAX",
     own.temp_size_in_bytes,
     theirs.temp_size_in_bytes,
     1.0,
     "XLA's memory analysis",
+    unit="bytes",
   )
