@@ -115,8 +115,8 @@ class PlacedPlan:
 
 
 def unwrap(plan: Callable) -> Callable:
-  """Return the plan that computes, without `PlacedPlan` around it."""
-  return plan.plan if isinstance(plan, PlacedPlan) else plan
+  """Return the plan that computes, without one around it such as `PlacedPlan`."""
+  return getattr(plan, "plan", plan)
 
 
 def run_on(function: Callable, target):

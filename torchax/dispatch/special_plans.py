@@ -39,17 +39,17 @@ def _is(overload) -> Callable[..., bool]:
   return lambda op, schema: op is overload
 
 
-def _convolution_plan(op, default, env):
-  """Return the plan of a convolution, which `torch.jit.trace` does not record."""
-  plan = default()
+class _ConvolutionPlan:
+  """Plan of a convolution, which `torch.jit.trace` does not record."""
 
-  def run(args, kwargs):
+  def __init__(self, op, default: Callable, env):
+    self.plan = default()
+
+  def __call__(self, args, kwargs):
     if torch_compat.is_torchscript_paused():
       with torch_compat.record_for_torchscript():
         return aten._convolution.default(*args, False, False, True, True)
-    return plan(args, kwargs)
-
-  return run
+    return self.plan(args, kwargs)
 
 
 TABLE = (
@@ -75,7 +75,7 @@ TABLE = (
     generator_arguments.takes_generator,
     generator_arguments.generator_plan,
   ),
-  Special("convolution", _is(aten.convolution.default), _convolution_plan),
+  Special("convolution", _is(aten.convolution.default), _ConvolutionPlan),
   Special("copy of lists", _is(aten._foreach_copy_.default), in_place.ForeachCopyPlan),
 )
 

@@ -113,6 +113,12 @@ DIFFERENTIABLE = {
   "conv_transpose1d": lambda x: F.conv_transpose1d(
     x.mT, KERNEL.to(x.device).transpose(0, 1), stride=2
   ),
+  "depthwise conv1d": lambda x: F.conv1d(
+    x.mT, KERNEL[:C, :1].to(x.device), padding=1, groups=C
+  ),
+  "depthwise conv1d of positions": lambda x: F.conv1d(
+    x, torch.ones(x.shape[1], 1, 2, device=x.device), groups=x.shape[1]
+  ),
   "max_pool1d": lambda x: F.max_pool1d(x.mT, 2),
   "avg_pool1d": lambda x: F.avg_pool1d(x.mT, 2),
   "mean by the size": lambda x: x.sum(1) / x.shape[1],
@@ -235,9 +241,11 @@ REFUSED = {
   "solve": (lambda x: torch.linalg.inv(x @ x.mT), "the matrices themselves"),
   "groups of positions": (
     lambda x: F.conv1d(
-      x, torch.ones(x.shape[1], 1, 2, device=x.device), groups=x.shape[1]
+      torch.cat((x, x), 1),
+      torch.ones(x.shape[1], 2, 2, device=x.device),
+      groups=x.shape[1],
     ),
-    "'feature_group_count' depends on the size",
+    "A result of `slice` .* at the padded one",
   ),
   "shrinking size": (lambda x: x[:, : 9 - x.shape[1]].exp(), "shrink"),
   "shrinking constant": (

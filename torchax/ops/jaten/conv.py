@@ -36,8 +36,11 @@ def _correlate(
   positions = math.prod(weight.shape[2:])
   is_on_cpu = jax.default_backend() == "cpu"
   is_depthwise = groups > 1 and weight.shape[order[1]] == 1
-  # For a kernel that is larger than the input, XLA exchanges them, which is slow.
-  is_large = groups == 1 and positions > math.prod(input.shape[2:]) > 0
+  # For a kernel that is larger than the input, XLA exchanges them, which is slow. A
+  # single dimension may be a padded sequence, and its program serves several sizes.
+  space = [size for size in input.shape[2:] if isinstance(size, int)]  # not symbolic
+  is_large = len(space) == len(spatial) > 1 and positions > math.prod(space) > 0
+  is_large &= groups == 1
   if is_on_cpu and (is_depthwise or is_large) and positions <= _UNROLLED_POSITIONS:
     weight = weight.transpose(*order, *spatial)
     return _sum_over_kernel(input, weight, is_depthwise, *sizes)
@@ -51,8 +54,8 @@ def _correlate(
       feature_group_count=groups,
     )
   weight = weight.transpose(*order, *spatial)
-  batch, channels, *space = input.shape
-  inputs = input.reshape(batch, groups, channels // groups, *space)
+  batch, channels, *sizes = input.shape
+  inputs = input.reshape(batch, groups, channels // groups, *sizes)
   pairs = jnp.moveaxis(inputs, 1, 0), weight.reshape(groups, -1, *weight.shape[1:])
 
   def correlate_group(pair):
