@@ -290,19 +290,26 @@ def _aten_binary_cross_entropy_backward(
   return slope * _spread(grad_output, reduction, self)
 
 
+@jax.custom_jvp
+def _surprise(logit):
+  """Compute -log(sigmoid(logit)) without overflow, faster than by `logaddexp`."""
+  return jnp.maximum(-logit, 0) + jnp.log1p(jnp.exp(-jnp.abs(logit)))
+
+
+@_surprise.defjvp
+def _surprise_jvp(primals, tangents):
+  """Differentiate as torch, also at 0, where the maximum has no derivative."""
+  (logit,), (tangent,) = primals, tangents
+  return _surprise(logit), -jax.nn.sigmoid(-logit) * tangent
+
+
 @op(aten.binary_cross_entropy_with_logits)
 @in_opmath
 def _aten_binary_cross_entropy_with_logits(
   self, target, weight=None, pos_weight=None, reduction=1
 ):
   positive = 1 if pos_weight is None else 1 + (pos_weight - 1) * target
-  # -log(sigmoid(self)) without overflow, and faster than logaddexp. `where` instead of
-  # `abs` and `maximum`, whose derivatives at 0 differ from torch's.
-  is_negative = self < 0
-  surprise = jnp.where(is_negative, -self, 0) + jnp.log1p(
-    jnp.exp(jnp.where(is_negative, self, -self))
-  )
-  losses = (1 - target) * self + positive * surprise
+  losses = (1 - target) * self + positive * _surprise(self)
   return _reduce(_apply_weight(losses, weight), reduction)
 
 
