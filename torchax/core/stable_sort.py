@@ -66,8 +66,8 @@ def _sorted_positions(ranks, axis: int) -> jax.Array:
 
 def _sort_pair(array, axis: int, descending: bool):
   # Reversing before and after keeps ties in order and puts NaN first.
-  order = [slice(None)] * axis + [slice(None, None, -1 if descending else 1)]
+  order = (slice(None),) * axis + (slice(None, None, -1 if descending else 1),)
   positions = lax.broadcasted_iota(jnp.int32, array.shape, axis)
-  operands = array[tuple(order)], positions[tuple(order)]
+  operands = array[order], positions[order]
   values, positions = lax.sort(operands, dimension=axis, num_keys=1, is_stable=True)
-  return values[tuple(order)], positions[tuple(order)]
+  return values[order], positions[order]
