@@ -54,8 +54,8 @@ def _correlate(
       feature_group_count=groups,
     )
   weight = weight.transpose(*order, *spatial)
-  batch, channels, *sizes = input.shape
-  inputs = input.reshape(batch, groups, channels // groups, *sizes)
+  batch, channels = input.shape[:2]
+  inputs = input.reshape(batch, groups, channels // groups, *input.shape[2:])
   pairs = jnp.moveaxis(inputs, 1, 0), weight.reshape(groups, -1, *weight.shape[1:])
 
   def correlate_group(pair):
