@@ -170,6 +170,9 @@ VALUES = {
   "bools": (0, torch.arange(6) > 2),
   "halves": ((..., 0), torch.arange(4.0).half().reshape(2, 2)),
   "numpy_number": ((0, 0), np.float64(1.5)),
+  "numpy_number_by_list": ([0, 1], np.float64(1.5)),
+  "numpy_integer": ((0, 0), np.int32(2)),
+  "numpy_integer_by_mask": (CUBE > 0, np.uint8(3)),
 }
 
 

@@ -43,6 +43,8 @@ def _setitem_handler(args, kwargs):
   if not isinstance(tensor, Tensor):  # wrappers of `torch.func` among them
     put = write if _derives_by_mask(index, value) else _setitem
     return put(tensor, index, value)
+  if isinstance(value, np.integer):
+    value = int(value)  # as torch does
   if isinstance(value, bool | int | float | complex):
     parts = index if type(index) is tuple else (index,)
     if all(type(part) in _VIEW_PARTS for part in parts):
@@ -79,7 +81,7 @@ _VIEW_PARTS = frozenset({int, slice, type(None), type(Ellipsis), torch.SymInt})
 
 def _fill(tensor: Tensor, target: Tensor, value) -> None:
   """Set `target[...] = value`, where the target is a view of the tensor."""
-  if type(value) is complex or not tensor.dtype.is_floating_point:
+  if isinstance(value, complex) or not tensor.dtype.is_floating_point:
     _value_of(value, tensor)  # raises for a number outside the dtype's range
   if 0 in target.stride():  # `copy_` refuses elements that share memory
     target.copy_(_value_of(value, tensor))
@@ -149,11 +151,11 @@ def _value_of(value, tensor: Tensor):
 
   Raises:
     RuntimeError: the number is outside the range of the dtype of `tensor`.
-    TypeError: the value is a numpy array or number, which torch does not accept.
+    TypeError: the value is a numpy array or number that torch does not accept.
   """
-  if isinstance(value, np.ndarray | np.generic):
-    raise not_assignable(value, tensor.device)
   if not isinstance(value, bool | int | float | complex):
+    if isinstance(value, np.ndarray | np.generic):
+      raise not_assignable(value, tensor.device)
     return value
   number = torch.full((), value, dtype=tensor.dtype, device="cpu")
   made = new_tensor(mappings.t2j(number), tensor._env)
