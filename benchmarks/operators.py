@@ -86,6 +86,16 @@ def _conv_transposed(x, w):
   return lax.conv_general_dilated(x, flipped, (1, 1), [(1, 1), (1, 1)], (2, 2))
 
 
+def _conv_depthwise(x, w):
+  height, width = x.shape[2:]
+  padded = jnp.pad(x, ((0, 0), (0, 0), (1, 1), (1, 1)))
+  return sum(
+    padded[:, :, i : i + height, j : j + width] * w[:, 0, i, j, None, None]
+    for i in range(3)
+    for j in range(3)
+  )
+
+
 def _window(x, start, operation):
   return lax.reduce_window(x, start, operation, (1, 1, 2, 2), (1, 1, 2, 2), "VALID")
 
@@ -199,6 +209,11 @@ OPERATORS = {
     _conv_strided,
     (IMAGE, KERNEL),
   ),
+  "conv2d, depthwise": (
+    lambda x, w: F.conv2d(x, w, padding=1, groups=len(w)),
+    _conv_depthwise,
+    (IMAGE, _normal(IMAGES[1], 1, 3, 3)),
+  ),
   "conv_transpose2d": (
     lambda x, w: F.conv_transpose2d(x, w, stride=2, padding=1),
     _conv_transposed,
@@ -243,6 +258,11 @@ OPERATORS = {
     lambda x, i, s: x.scatter_add(1, i, s),
     lambda x, i, s: x.at[jnp.arange(len(x))[:, None], i].add(s),
     (MATRIX, PICKS, _normal(4096, 16)),
+  ),
+  "scatter_add, rows": (
+    lambda x, i, s: x.scatter_add(0, i[:, None].expand_as(s), s),
+    lambda x, i, s: x.at[i].add(s),
+    (MATRIX, ROWS, _normal(2048, 256)),
   ),
   "index_put": (
     lambda x, i: x.index_put((i,), torch.ones((), device="jax")),
