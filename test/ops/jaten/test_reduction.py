@@ -1,6 +1,7 @@
 """Reductions and scans against CPU torch: values, indices, dtypes, gradients."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -233,3 +234,17 @@ def test_products_of_half_precision_are_rounded_once():
   with torchax.default_env():
     actual = torch.prod(values.to("jax"))
   assert actual.item() == torch.prod(values.double()).bfloat16().item()
+
+
+@pytest.mark.parametrize("name", ["var", "std", "var_mean", "std_mean"])
+@pytest.mark.parametrize("device", ["cpu", "jax"])
+def test_too_few_numbers_for_a_variance_warn(name, device):
+  function = getattr(torch, name)
+  with torchax.default_env():
+    ones = torch.ones(3, 1, device=device)
+    with warnings.catch_warnings():
+      warnings.simplefilter("error")
+      function(ones, dim=[])
+    for numbers, correction in ((ones, 1), (ones[:, 0], 3.5)):
+      with pytest.warns(UserWarning, match="degrees of freedom is <= 0"):
+        function(numbers, dim=-1, correction=correction)

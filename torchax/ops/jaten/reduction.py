@@ -6,6 +6,7 @@ the first index, and the last one in running extrema, as in torch on the CPU.
 """
 
 import math
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +28,9 @@ from torchax.registry.names import aten, prims
 
 def _axes(array, dim) -> tuple[int, ...]:
   """Return the axes of `dim` as sorted non-negative integers."""
-  if dim is None or dim == ():
-    return tuple(range(array.ndim))
   dims = (dim,) if isinstance(dim, int) else dim
+  if not dims:
+    return tuple(range(array.ndim))
   axes = sorted(dim_of(d, array.ndim) for d in dims)
   return tuple(axes) if array.ndim else ()
 
@@ -256,6 +257,17 @@ def _aten_min_other(self, other):
 # --- Moments ------------------------------------------------------------------------
 
 
+def _warn_without_freedom(self, dim=None, *, correction=None, keepdim=False):
+  correction = 1 if correction is None else correction
+  count = math.prod(self.shape[axis] for axis in _axes(self, dim))
+  if isinstance(count, int) and count <= correction:
+    warnings.warn(
+      "var and std: degrees of freedom is <= 0. Correction should be strictly less "
+      f"than the number of reduced elements, but got {correction} and {count}.",
+      stacklevel=2,
+    )
+
+
 def _variance_and_mean(self, dim, correction, keepdim):
   """Compute variance and mean in two passes, in float32 at least.
 
@@ -282,7 +294,7 @@ def _real_dtype(dtype):
   return jnp.finfo(dtype).dtype
 
 
-@op(aten.var.correction)
+@op(aten.var.correction, check=_warn_without_freedom)
 def _aten_var(self, dim=None, correction=None, keepdim=False):
   variance, _ = _variance_and_mean(self, dim, correction, keepdim)
   return variance.astype(_real_dtype(self.dtype))
@@ -294,19 +306,19 @@ def _prims_var(inp, dims, correction=1.0, output_dtype=None):
   return variance.astype(mappings.t2j_dtype(output_dtype) or variance.dtype)
 
 
-@op(aten.var_mean.correction)
+@op(aten.var_mean.correction, check=_warn_without_freedom)
 def _aten_var_mean_correction(self, dim=None, correction=None, keepdim=False):
   variance, mean = _variance_and_mean(self, dim, correction, keepdim)
   return variance.astype(_real_dtype(self.dtype)), mean.astype(self.dtype)
 
 
-@op(aten.std.correction)
+@op(aten.std.correction, check=_warn_without_freedom)
 def _aten_std(self, dim=None, correction=None, keepdim=False):
   variance, _ = _variance_and_mean(self, dim, correction, keepdim)
   return jnp.sqrt(variance).astype(_real_dtype(self.dtype))
 
 
-@op(aten.std_mean.correction)
+@op(aten.std_mean.correction, check=_warn_without_freedom)
 def _aten_std_mean_correction(self, dim=None, correction=None, keepdim=False):
   variance, mean = _variance_and_mean(self, dim, correction, keepdim)
   return jnp.sqrt(variance).astype(_real_dtype(self.dtype)), mean.astype(self.dtype)
