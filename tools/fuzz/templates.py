@@ -358,8 +358,10 @@ def _pure(context: Context) -> str:
   return context.rng.choice((_VIEW, _COPY, _COPY, _REDUCTION))(context)
 
 
-def _no_grad(context: Context) -> str:
+def _no_grad(context: Context) -> str | None:
   body = context.rng.choice((_in_place, _new(_VIEW), _new(_COPY), _shape))(context)
+  if body is None:
+    return None
   mode = context.rng.choice(("no_grad", "no_grad", "enable_grad"))
   return f"with torch.{mode}():\n  {body}"
 
@@ -383,7 +385,8 @@ def _nested(context: Context) -> str | None:
   local = _on_local(context)
   body = context.rng.choice((_in_place, _in_place, _new(_VIEW), _new(_COPY)))(local)
   result = context.rng.choice(("a", _VIEW(local), _COPY(local)))
-  if "as_strided" in body + result:  # the argument of `jit` has no storage beyond it
+  # The argument of `jit` has no storage beyond it.
+  if body is None or "as_strided" in body + result:
     return None
   return (
     f"def f(a):\n  {body}\n  return ({result}) * 2\n"
