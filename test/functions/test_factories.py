@@ -57,6 +57,7 @@ FACTORIES = {
   "scalar_tensor": lambda **kw: torch.scalar_tensor(2.5, **kw),
   "complex": lambda **kw: torch.full((2,), 1 + 2j, **kw),
   "hann_window": lambda **kw: torch.hann_window(4, **kw),
+  "kaiser_window": lambda **kw: torch.kaiser_window(4, **kw),
   "empty_zero": lambda **kw: torch.empty(0, 3, **kw),
 }
 each_factory = pytest.mark.parametrize("make", FACTORIES.values(), ids=FACTORIES)

@@ -18,6 +18,7 @@ CASES = (
   Case(F.conv2d, IMAGE, KERNELS, None, 2, 2, 2, grad=True, **SUMS),
   Case(F.conv2d, IMAGE, GROUPED, BIAS, 1, 1, 1, 2, grad=True, **SUMS),
   Case(F.conv2d, IMAGE[0], KERNELS, BIAS, grad=True, **SUMS),
+  Case(F.conv_tbc, floats(5, 2, 3), floats(2, 3, 4, seed=1), floats(4), 1, **GRADIENTS),
   Case(F.conv2d, IMAGE, KERNELS, BIAS, padding="same", grad=True, **SUMS),
   Case(F.conv2d, IMAGE, KERNELS, BIAS, padding="valid", **SUMS),
   Case(F.conv2d, IMAGE[:0], KERNELS, BIAS, **SUMS),

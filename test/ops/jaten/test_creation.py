@@ -50,6 +50,10 @@ CASES = (
   made(torch.linspace, 1, 2, 1),
   made(torch.logspace, -1, 1, 5),
   made(torch.logspace, 0, 3, 4, base=2),
+  made(torch.kaiser_window, 0),
+  made(torch.kaiser_window, 1),
+  made(torch.kaiser_window, 9),
+  made(torch.kaiser_window, 9, False, -3.5, dtype=torch.float16),
   made(torch.scalar_tensor, 3),
   made(torch.tril_indices, 3, 4, 1),
   made(torch.triu_indices, 3, 4, -1, dtype=torch.int32),
@@ -109,6 +113,15 @@ def test_one_hot_without_known_classes_raises(made, message):
     F.one_hot(made())
   with pytest.raises(RuntimeError, match=message):
     F.one_hot(made().to("jax"))
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": torch.int32}])
+def test_wrong_arguments_of_a_window_raise(options):
+  with (
+    torchax.default_env(),
+    pytest.raises(RuntimeError, match="kaiser_window expects"),
+  ):
+    torch.kaiser_window(-1, device="jax", **options)
 
 
 @pytest.mark.parametrize("step", [0, -1])

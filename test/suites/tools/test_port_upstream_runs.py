@@ -60,14 +60,14 @@ def test_many_commits_are_carried_in_their_order(upstream, project, capsys, how)
   texts = [
     BASE + lowering("glu_jvp", "return self + 1"),
     BASE + lowering("glu_jvp", "return self + 2"),
-    BASE + lowering("glu_jvp", "return self + 2") + lowering("conv_tbc"),
+    BASE + lowering("glu_jvp", "return self + 2") + lowering("native_norm"),
   ]
   for number, text in enumerate(texts):
     commit(upstream, {JATEN: text}, f"Commit {number}")
   wanted = [f"{first}..HEAD"] if how == "range" else ["--since", first]
   assert port(project, *wanted, "--upstream", upstream) == 0
   ported = (project / PORTED).read_text()
-  assert "self + 2" in ported and "self + 1" not in ported and "conv_tbc" in ported
+  assert "self + 2" in ported and "self + 1" not in ported and "native_norm" in ported
   page = (project / "docs/upstream.md").read_text()
   assert page.index("Commit 0") < page.index("Commit 1") < page.index("Commit 2")
   assert verdicts(capsys.readouterr().out) == [CARRIED] * 3
@@ -136,7 +136,7 @@ def test_bad_input_is_one_error_and_writes_nothing(
   after, message = BAD[name]
   commit(upstream, {JATEN: BASE}, "Before")
   # The first commit of the range could be carried.
-  good = BASE + lowering("conv_tbc")
+  good = BASE + lowering("native_norm")
   commit(upstream, {JATEN: good}, "Good")
   made = commit(upstream, {k: v.replace(BASE, good) for k, v in after.items()}, "Bad")
   patch = upstream.parent / "change.patch"

@@ -250,3 +250,17 @@ def _aten_conv2d(input, weight, bias=None, stride=1, padding=0, dilation=1, grou
     batched, weight, bias, stride, pairs, dilation, False, (0, 0), groups
   )
   return result if input.ndim == 4 else result[0]
+
+
+@op(aten.conv_tbc)
+def _aten_conv_tbc(self, weight, bias, pad=0):
+  """Convolve (time, N, C) with a weight (time, in, out)."""
+  input, weight = self.transpose(1, 2, 0), weight.transpose(2, 1, 0)
+  result = _convolve(input, weight, bias, (1,), [(pad, pad)], (1,), False, (0,), 1)
+  return result.transpose(2, 0, 1)
+
+
+@op(aten.conv_tbc_backward)
+def _aten_conv_tbc_backward(self, input, weight, bias, pad):
+  function = functools.partial(_aten_conv_tbc, pad=pad)
+  return jax.vjp(function, input, weight, bias)[1](self)

@@ -316,6 +316,32 @@ def _aten_logspace(start, end, steps, base=10.0, *, dtype=None):
   return cast(jnp.power(jnp.asarray(base, exponents.dtype), exponents), jax_dtype)
 
 
+@op(
+  aten.kaiser_window.default,
+  aten.kaiser_window.periodic,
+  aten.kaiser_window.beta,
+  meta=False,  # torch's kernel for meta fails
+)
+def _aten_kaiser_window(window_length, periodic=True, beta=12.0, *, dtype=None):
+  jax_dtype = dtype_or(dtype, default_float())
+  if not jnp.issubdtype(jax_dtype, jnp.floating):
+    raise RuntimeError(
+      f"kaiser_window expects floating point dtypes, but got {jax_dtype}."
+    )
+  if window_length < 0:
+    raise RuntimeError(
+      f"kaiser_window expects a non-negative window_length, but got {window_length}."
+    )
+  if window_length < 2:
+    return jnp.ones(window_length, jax_dtype)
+  wide = jnp.promote_types(jax_dtype, jnp.float32)
+  last = window_length - (not periodic)
+  place = 2 * jnp.arange(window_length, dtype=wide) / last - 1
+  width = beta * jnp.sqrt(1 - place * place)
+  ratio = lax.bessel_i0e(width) / lax.bessel_i0e(jnp.asarray(beta, wide))
+  return (ratio * jnp.exp(jnp.abs(width) - jnp.abs(beta))).astype(jax_dtype)
+
+
 def _check_scalar_tensor(s, *, dtype=None, **_):
   require_fit(s, dtype or torch.get_default_dtype())
 
