@@ -1,4 +1,4 @@
-"""`scatter_add` with an index that selects whole rows."""
+"""`scatter_add` and `scatter_reduce` with an index that selects whole rows."""
 
 import pytest
 import torch
@@ -18,14 +18,27 @@ def results(scatter, input, dim, index, src):
   return added.detach(), *grads, total.detach()
 
 
-@pytest.mark.parametrize(
-  "scatter",
-  (torch.scatter_add, torch.Tensor.scatter_add, torch.Tensor.scatter_add_),
-  ids=("function", "method", "in place"),
-)
+def scatter_by(function, reduce, **options):
+  return lambda *args: function(*args, reduce, **options)
+
+
+SCATTERS = {
+  "function": torch.scatter_add,
+  "method": torch.Tensor.scatter_add,
+  "in place": torch.Tensor.scatter_add_,
+  "sum": scatter_by(torch.scatter_reduce, "sum"),
+  "sum without self": scatter_by(torch.scatter_reduce, "sum", include_self=False),
+  "prod": scatter_by(torch.Tensor.scatter_reduce, "prod"),
+  "mean": scatter_by(torch.Tensor.scatter_reduce_, "mean", include_self=False),
+  "amax": scatter_by(torch.scatter_reduce, "amax", include_self=False),
+  "amin": scatter_by(torch.Tensor.scatter_reduce_, "amin"),
+}
+
+
+@pytest.mark.parametrize("scatter", SCATTERS.values(), ids=SCATTERS)
 @pytest.mark.parametrize("dim", (0, 1, -1))
 @pytest.mark.parametrize("jit", (False, True), ids=("eager", "jit"))
-def test_expanded_index_adds_rows(scatter, dim, jit):
+def test_expanded_index_combines_rows(scatter, dim, jit):
   torch.manual_seed(0)
   shape = [2, 3, 3]
   shape[dim] = 4
@@ -44,7 +57,8 @@ def test_expanded_index_adds_rows(scatter, dim, jit):
     torch.testing.assert_close(mine.cpu(), expected)
 
 
-def test_expanded_index_needs_no_scatter():
+@pytest.mark.parametrize("name", ("scatter_add", "scatter_reduce"))
+def test_expanded_index_needs_no_scatter(name):
   index = ROWS.to("jax")[:, None].expand(6, 2)
   called = []
 
@@ -54,10 +68,13 @@ def test_expanded_index_needs_no_scatter():
       return func(*args, **(kwargs or {}))
 
   with Record():
-    result = torch.zeros(4, 2, device="jax").scatter_add(0, index, index.float())
-  assert result.tolist() == [[0, 0], [1, 1], [0, 0], [9, 9]]
-  assert torch.ops.aten.index_add.default in called
-  assert torch.ops.aten.scatter_add.default not in called
+    reduce = ("amax",) if name == "scatter_reduce" else ()
+    scatter = getattr(torch.zeros(4, 2, device="jax"), name)
+    result = scatter(0, index, index.float(), *reduce)
+  total = 3 if reduce else 9
+  assert result.tolist() == [[0, 0], [1, 1], [0, 0], [total, total]]
+  names = {function.overloadpacket.__name__ for function in called}
+  assert name.replace("scatter", "index") in names and name not in names
 
 
 @pytest.mark.parametrize(
@@ -73,6 +90,19 @@ def test_bad_expanded_index_raises_an_error(index, message):
   with pytest.raises(RuntimeError, match=message):
     input.scatter_add_(0, index.to("jax"), torch.ones(2, 3, device="jax"))
   assert not input.any()
+
+
+@pytest.mark.parametrize(
+  "named", ({}, {"reduce": "median"}, {"reduce": "sum", "initial": 0})
+)
+def test_unknown_reductions_of_rows_raise_an_error(named):
+  index = ROWS[:4, None].expand(4, 2)
+  for device in ("cpu", "jax"):
+    values = torch.ones(4, 2, device=device)
+    with pytest.raises((TypeError, RuntimeError)):
+      values.scatter_reduce(0, index.to(device), values, **named)
+  with pytest.raises(TypeError):
+    values.scatter_add(0, index.to("jax"), values, reduce="sum")
 
 
 def test_index_of_fewer_columns_adds_to_them_only():
