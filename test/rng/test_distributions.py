@@ -36,9 +36,9 @@ def environment_on(env):
 
 
 @pytest.fixture(autouse=True)
-def values_are_checked():
+def values_are_checked(monkeypatch):
   """Validate arguments: Dynamo turns torch's checks off in the whole process."""
-  D.Distribution.set_default_validate_args(True)
+  monkeypatch.setattr(D.Distribution, "_validate_args", True)
 
 
 def _parameters(row: Row, grad: bool = False) -> dict:

@@ -245,7 +245,7 @@ REFUSED = {
       torch.ones(x.shape[1], 2, 2, device=x.device),
       groups=x.shape[1],
     ),
-    "A result of `slice` .* at the padded one",
+    "`(slice|unstack)` ",  # JAX has a primitive for it since 0.12
   ),
   "shrinking size": (lambda x: x[:, : 9 - x.shape[1]].exp(), "shrink"),
   "shrinking constant": (
