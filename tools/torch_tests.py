@@ -21,9 +21,11 @@ import dataclasses
 import json
 import os
 import pathlib
+import shutil
+import signal
 import subprocess
 import sys
-import tempfile
+import threading
 import time
 
 from tools import tables
@@ -73,6 +75,9 @@ FILES = (
 MODES = ("x64", "32 bits")
 NEEDS_X64 = "64 bits"
 SECONDS_TO_LOAD = 300.0
+
+# Set for the threads of a run that the user interrupts.
+_interrupted = threading.Event()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +139,9 @@ class Request:
 class _Process:
   """Worker process and its output."""
 
-  def __init__(self, request: Request, folder: pathlib.Path, work: str, done: set[str]):
+  def __init__(
+    self, request: Request, folder: pathlib.Path, work: pathlib.Path, done: set[str]
+  ):
     paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
     environment = {
       **os.environ,
@@ -148,8 +155,8 @@ class _Process:
     if request.device == "cpu":
       environment["PYTORCH_TESTING_DEVICE_ONLY_FOR"] = "cpu"
       del environment["PYTORCH_TESTING_DEVICE_FOR_CUSTOM"]
-    self._log = pathlib.Path(work, "log")
-    self._results = pathlib.Path(work, f"results-{len(done)}")
+    self._log = work / "log"
+    self._results = work / f"results-{len(done)}"
     self._results.touch()
     self._read = 0
     command = [sys.executable, "-m", "tools.torch_tests_worker", str(folder)]
@@ -161,6 +168,7 @@ class _Process:
         stdin=subprocess.PIPE,
         stdout=log,
         stderr=subprocess.STDOUT,
+        start_new_session=True,  # without the interrupts of the terminal
       )
     asked = {"rows": request.rows, "done": sorted(done), "sample": request.sample}
     assert self._popen.stdin is not None
@@ -190,24 +198,42 @@ class _Process:
     self._popen.wait()
 
 
-def run_file(request: Request, folder: pathlib.Path, limit: float) -> list[Outcome]:
+def run_file(
+  request: Request, folder: pathlib.Path, limit: float, work: pathlib.Path
+) -> list[Outcome]:
   """Run tests of one file; start another worker after one that crashes or hangs.
 
   Args:
     request: tests to run.
     folder: folder of PyTorch's tests.
     limit: seconds for each test.
+    work: folder for the results. Those of an interrupted run are not repeated.
   """
-  found: dict[str, Outcome] = {}
-  with tempfile.TemporaryDirectory() as work:
-    while True:
-      process = _Process(request, folder, work, set(found))
-      try:
-        is_complete = _follow(process, request, limit, found)
-      finally:
-        process.close()
-      if is_complete:
-        return list(found.values())
+  work.mkdir(parents=True, exist_ok=True)
+  found = _earlier_outcomes(work)
+  while True:
+    process = _Process(request, folder, work, set(found))
+    try:
+      is_complete = _follow(process, request, limit, found)
+    finally:
+      process.close()
+    if is_complete:
+      return list(found.values())
+
+
+def _earlier_outcomes(work: pathlib.Path) -> dict[str, Outcome]:
+  found = {}
+  for path in work.glob("results-*"):
+    whole = path.read_bytes().rpartition(b"\n")[0]
+    for line in map(json.loads, whole.splitlines()):
+      if "ended" in line:
+        found[line["ended"]] = _outcome(line)
+  return found
+
+
+def _outcome(line: dict) -> Outcome:
+  message = " @ ".join([line.get("message", ""), *line.get("frames", [])])
+  return Outcome(line["ended"], line["verdict"], message, line["seconds"])
 
 
 def _follow(
@@ -217,6 +243,8 @@ def _follow(
   rows: list[str] | None = None
   current, since, fixture = request.file, time.monotonic(), "it did not run"
   while True:
+    if _interrupted.is_set():
+      raise InterruptedError(f"the run of {request.file} was interrupted")
     has_ended = process.has_ended()
     for line in process.lines():
       if "rows" in line:
@@ -224,9 +252,7 @@ def _follow(
       elif "started" in line:
         current, since = line["started"], time.monotonic()
       elif "ended" in line:
-        message = " @ ".join([line.get("message", ""), *line.get("frames", [])])
-        seconds = line["seconds"]
-        found[current] = Outcome(current, line["verdict"], message, seconds)
+        found[current] = _outcome(line)
         current = ""
       elif "fixture" in line:
         fixture = line["fixture"]
@@ -252,17 +278,20 @@ def compare_file(
   modes: tuple[str, ...],
   sample: int | None,
   limit: float,
+  work: pathlib.Path,
 ) -> list[Record]:
   """Run one file in each mode, and its failures on CPU torch."""
-  here = {
-    mode: run_file(Request(file, "jax", mode == "x64", sample=sample), folder, limit)
-    for mode in modes
-  }
+  here = {}
+  for mode in modes:
+    request = Request(file, "jax", mode == "x64", sample=sample)
+    here[mode] = run_file(request, folder, limit, work / f"{mode}, {sample or 'all'}")
   failed = {o.row for ran in here.values() for o in ran if o.verdict in FAILED}
   there: dict[str, Outcome] = {}
   if failed:
     request = Request(file, "cpu", rows=tuple(sorted(failed)))
-    there = {outcome.row: outcome for outcome in run_file(request, folder, limit)}
+    there = {
+      outcome.row: outcome for outcome in run_file(request, folder, limit, work / "cpu")
+    }
     if file in failed and file not in there:  # it did not load here, and does there
       there[file] = Outcome(file, "passed")
   with_x64 = {outcome.row: outcome for outcome in here.get("x64", ())}
@@ -391,7 +420,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
   parser.add_argument("--expectations", type=pathlib.Path, default=EXPECTATIONS)
   parser.add_argument("--output", type=pathlib.Path, default=OUTPUT)
   parser.add_argument(
-    "--resume", action="store_true", help="keep the files in the output as they are"
+    "--resume", action="store_true", help="go on with an interrupted run"
   )
   parser.add_argument("--page", type=pathlib.Path)
   return parser.parse_args(arguments)
@@ -423,11 +452,14 @@ def main(arguments: list[str]) -> int:
   found = _read(report) if chosen.resume and report.is_file() else {}
   if not found:
     report.write_text("", encoding="utf-8")
+  work = report.with_suffix(".unfinished").resolve()
+  if not chosen.resume:
+    shutil.rmtree(work, ignore_errors=True)
 
   def run(file: str) -> list[Judgement]:
     if file not in found:
-      sample = chosen.sample
-      records = compare_file(file, folder, modes, sample, chosen.time_limit)
+      sample, kept = chosen.sample, work / file.replace("/", " ")
+      records = compare_file(file, folder, modes, sample, chosen.time_limit, kept)
       found[file] = sample, records
       _append(report, file, sample, records)
     judgements = [judge(record, expectations) for record in found[file][1]]
@@ -439,7 +471,12 @@ def main(arguments: list[str]) -> int:
     return judgements
 
   with concurrent.futures.ThreadPoolExecutor(chosen.jobs) as pool:
-    judgements = [judgement for ran in pool.map(run, files) for judgement in ran]
+    try:
+      judgements = [judgement for ran in pool.map(run, files) for judgement in ran]
+    except KeyboardInterrupt:
+      _interrupted.set()
+      raise
+  shutil.rmtree(work, ignore_errors=True)
   samples = {file: sample for file, (sample, _) in found.items()}
   print(render(judgements, samples))
   if chosen.page:
@@ -460,4 +497,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+  signal.signal(signal.SIGTERM, signal.default_int_handler)  # end the workers too
   sys.exit(main(sys.argv[1:]))

@@ -1,8 +1,10 @@
 """`tools/torch_tests.py`, on a folder of tests that is made here."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from source_tree import ROOT
@@ -172,6 +174,45 @@ def test_each_test_is_compared_with_cpu_torch(folder, capsys):
   rows = f"--expectations={expectations(folder)}"
   assert torch_tests.main([*arguments, rows, "--resume"]) == 1
   assert "FAULT (x64) test_fake.py::TestFake::test_layout" in capsys.readouterr().out
+
+
+@pytest.mark.programs
+def test_a_run_that_is_ended_keeps_its_results(folder):
+  report = folder / "report.json"
+  command = [sys.executable, "-m", "tools.torch_tests", str(folder), "--x64"]
+  process = subprocess.Popen(
+    [*command, "--files=test_fake.py", f"--output={report}"],
+    cwd=ROOT,
+    stderr=subprocess.DEVNULL,
+  )
+  try:
+    while '"started": "test_fake.py::TestFake::test_slow' not in "".join(
+      path.read_text() for path in folder.glob("report.unfinished/*/*/results-*")
+    ):
+      assert process.poll() is None
+      time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60)
+  finally:
+    process.kill()
+  assert not report.read_text()
+  work = folder / "report.unfinished" / "test_fake.py" / "x64, all"
+  assert "test_fake.py::TestFake::test_add_DEVICE_int32" in (
+    torch_tests._earlier_outcomes(work)
+  )
+
+
+@pytest.mark.programs
+def test_an_interrupted_run_goes_on(folder, capsys):
+  results = folder / "report.unfinished" / "test_loads.py" / "x64, all" / "results-0"
+  results.parent.mkdir(parents=True)
+  row = "test_loads.py::TestFake::test_it_DEVICE"
+  line = {"ended": row, "seconds": 1.0, "verdict": "passed"}
+  results.write_text(json.dumps(line) + '\n{"started": ')
+  arguments = [str(folder), "--files=test_loads.py", "--x64", "--resume"]
+  assert torch_tests.main([*arguments, f"--output={folder / 'report.json'}"]) == 1
+  assert "1 passed, 1 fault" in capsys.readouterr().out
+  assert not results.exists()
 
 
 @pytest.mark.programs
