@@ -3,11 +3,14 @@
 import math
 import warnings
 
+import jax
+import jax.numpy as jnp
 import pytest
 import torch
 from ops.harness import Case, check, floats, ints
 
 import torchax
+from torchax import interop
 from torchax.compat import versions
 
 bf16 = torch.bfloat16
@@ -248,3 +251,12 @@ def test_too_few_numbers_for_a_variance_warn(name, device):
     for numbers, correction in ((ones, 1), (ones[:, 0], 3.5)):
       with pytest.warns(UserWarning, match="degrees of freedom is <= 0"):
         function(numbers, dim=-1, correction=correction)
+
+
+def test_a_mean_that_is_nan_has_a_gradient_by_jax():
+  """Torch's formula does not look at the mean."""
+  with torchax.default_env():
+    gradient = jax.grad(interop.jax_view(torch.mean))(
+      jnp.array([1, math.inf, -math.inf])
+    )
+  assert gradient.tolist() == [torch.tensor(1 / 3).item()] * 3

@@ -146,8 +146,20 @@ def quotient(numerator, denominator):
 
   XLA would multiply by the rounded reciprocal of a broadcast denominator.
   """
+  return _divide_once(numerator, jnp.asarray(denominator, jnp.real(numerator).dtype))
+
+
+@jax.custom_jvp
+def _divide_once(numerator, denominator):
   is_number = numerator == numerator
   return numerator / jnp.where(is_number, denominator, numerator)
+
+
+@_divide_once.defjvp
+def _divide_once_jvp(primals, tangents):
+  """Differentiate the division itself: where it is NaN, its derivative is not."""
+  _, tangent = jax.jvp(jnp.divide, primals, tangents)
+  return _divide_once(*primals), tangent
 
 
 # In float32: XLA multiplies by the reciprocal of a broadcast divisor, which float16 may
