@@ -257,17 +257,6 @@ def _aten_min_other(self, other):
 # --- Moments ------------------------------------------------------------------------
 
 
-def _warn_without_freedom(self, dim=None, *, correction=None, keepdim=False):
-  correction = 1 if correction is None else correction
-  count = math.prod(self.shape[axis] for axis in _axes(self, dim))
-  if isinstance(count, int) and count <= correction:
-    warnings.warn(
-      "var and std: degrees of freedom is <= 0. Correction should be strictly less "
-      f"than the number of reduced elements, but got {correction} and {count}.",
-      stacklevel=2,
-    )
-
-
 def _variance_and_mean(self, dim, correction, keepdim):
   """Compute variance and mean in two passes, in float32 at least.
 
@@ -284,7 +273,14 @@ def _variance_and_mean(self, dim, correction, keepdim):
   deviation = values - mean
   squares = jnp.real(deviation * jnp.conj(deviation))
   count = math.prod(self.shape[axis] for axis in axes)
-  freedom = jnp.maximum(count - (1 if correction is None else correction), 0)
+  correction = 1 if correction is None else correction
+  if isinstance(count, int) and count <= correction:
+    warnings.warn(
+      "var and std: degrees of freedom is <= 0. Correction should be strictly less "
+      f"than the number of reduced elements, but got {correction} and {count}.",
+      stacklevel=2,
+    )
+  freedom = jnp.maximum(count - correction, 0)
   total = jnp.sum(squares, axis=axes, keepdims=keepdim)
   variance = total / jnp.asarray(freedom, total.dtype)
   return variance, mean if keepdim else jnp.squeeze(mean, axes)
@@ -294,7 +290,7 @@ def _real_dtype(dtype):
   return jnp.finfo(dtype).dtype
 
 
-@op(aten.var.correction, check=_warn_without_freedom)
+@op(aten.var.correction, static=("correction",))
 def _aten_var(self, dim=None, correction=None, keepdim=False):
   variance, _ = _variance_and_mean(self, dim, correction, keepdim)
   return variance.astype(_real_dtype(self.dtype))
@@ -306,19 +302,19 @@ def _prims_var(inp, dims, correction=1.0, output_dtype=None):
   return variance.astype(mappings.t2j_dtype(output_dtype) or variance.dtype)
 
 
-@op(aten.var_mean.correction, check=_warn_without_freedom)
+@op(aten.var_mean.correction, static=("correction",))
 def _aten_var_mean_correction(self, dim=None, correction=None, keepdim=False):
   variance, mean = _variance_and_mean(self, dim, correction, keepdim)
   return variance.astype(_real_dtype(self.dtype)), mean.astype(self.dtype)
 
 
-@op(aten.std.correction, check=_warn_without_freedom)
+@op(aten.std.correction, static=("correction",))
 def _aten_std(self, dim=None, correction=None, keepdim=False):
   variance, _ = _variance_and_mean(self, dim, correction, keepdim)
   return jnp.sqrt(variance).astype(_real_dtype(self.dtype))
 
 
-@op(aten.std_mean.correction, check=_warn_without_freedom)
+@op(aten.std_mean.correction, static=("correction",))
 def _aten_std_mean_correction(self, dim=None, correction=None, keepdim=False):
   variance, mean = _variance_and_mean(self, dim, correction, keepdim)
   return jnp.sqrt(variance).astype(_real_dtype(self.dtype)), mean.astype(self.dtype)
