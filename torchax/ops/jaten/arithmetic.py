@@ -146,7 +146,9 @@ def quotient(numerator, denominator):
 
   XLA would multiply by the rounded reciprocal of a broadcast denominator.
   """
-  return _divide_once(numerator, jnp.asarray(denominator, jnp.real(numerator).dtype))
+  return _divide_once(
+    numerator, jnp.asarray(denominator, jnp.finfo(numerator.dtype).dtype)
+  )
 
 
 @jax.custom_jvp
