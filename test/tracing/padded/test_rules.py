@@ -245,7 +245,8 @@ REFUSED = {
       torch.ones(x.shape[1], 2, 2, device=x.device),
       groups=x.shape[1],
     ),
-    "`(slice|unstack)` ",  # JAX has a primitive for it since 0.12
+    # JAX has the primitive `unstack` since 0.12.
+    "A result of `slice` .* at the padded one|The function runs `unstack` .* but",
   ),
   "shrinking size": (lambda x: x[:, : 9 - x.shape[1]].exp(), "shrink"),
   "shrinking constant": (
