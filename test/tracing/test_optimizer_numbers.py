@@ -305,6 +305,17 @@ def test_tensors_in_containers_of_the_state_are_replaced(change):
   assert torchax.explain(step, X.to("jax")).compilations == 1
 
 
+def test_a_first_step_that_makes_a_list_raises():
+  model = _model().to("jax")
+  optimizer = Collecting(model.parameters(), _add_to_list)
+  step = jax_jit(lambda x: training_step(model, optimizer, x))
+  with pytest.raises(TracedStateError, match="creates 'sums'.*one step eagerly"):
+    step(X.to("jax"))
+  assert not optimizer.state
+  training_step(model, optimizer, X.to("jax"))
+  step(X.to("jax"))
+
+
 @pytest.mark.parametrize("change", [_append, _count, _remove, _swap])
 def test_other_changes_of_the_state_raise_and_are_undone(change):
   model = _model().to("jax")

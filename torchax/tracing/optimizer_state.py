@@ -162,11 +162,7 @@ class State:
       if isinstance(entries, dict):
         found += self._extract_from_entries(parameter, entries, boundary)
     if found and not assigns:
-      name = type(self.optimizer).__name__
-      raise TracedStateError(
-        f"{name} would make its state inside `{boundary.name}`. Run one step before, "
-        "so that the state exists."
-      )
+      raise new_state_error(self.optimizer, found[0][0].name, boundary)
     self.undo()
     return found
 
@@ -192,6 +188,8 @@ class State:
           self.numbers[entry] = value
       elif not is_equal(before.get(name), value):
         if not (is_constant(value) and counted_state(self.optimizer, boundary)):
+          if name not in before:
+            raise new_state_error(self.optimizer, name, boundary)
           raise host_state_error(self.optimizer, name)
         self.numbers[entry] = value
 
@@ -327,6 +325,17 @@ def counted_state(optimizer: torch.optim.Optimizer, boundary: Boundary) -> State
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
   return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def new_state_error(
+  optimizer: torch.optim.Optimizer, entry: str, boundary: Boundary
+) -> TracedStateError:
+  """Build the error for an entry that a traced step creates, such as a list."""
+  return TracedStateError(
+    f"The first step of {type(optimizer).__name__} creates {entry!r} of its state, "
+    f"which `{boundary.name}` cannot return. Run one step eagerly before, so that the "
+    "state exists."
+  )
 
 
 def host_state_error(optimizer: torch.optim.Optimizer, entry: str) -> TracedStateError:
