@@ -508,6 +508,25 @@ def test_second_derivative_of_scan_needs_its_unchanged_input():
     torch.autograd.grad(_scan_and_write(x), x, create_graph=True)
 
 
+def test_backward_pass_that_cannot_be_traced_says_how_to_omit_it():
+  weights = torch.ones(2, 3, device="jax", requires_grad=True)
+
+  def step(x, result_of):
+    loss = (x @ weights @ weights.T).sum()
+    (gradient,) = torch.autograd.grad(loss, weights, create_graph=True)
+    with torch.no_grad():
+      weights.sub_(gradient)
+    return result_of(loss)
+
+  x = torch.ones(2, device="jax")
+  with pytest.raises(RuntimeError, match="modified by an inplace operation") as error:
+    jax_jit(lambda x: step(x, lambda loss: loss))(x)
+  assert "return `result.detach()`" in error.value.__notes__[0]
+  assert weights.tolist() == [[1] * 3] * 2
+  jax_jit(lambda x: step(x, torch.detach))(x)
+  assert weights.tolist() == [[-3] * 3] * 2
+
+
 def test_second_derivative_needs_unchanged_tensors():
   x = torch.ones(2, device="jax", requires_grad=True)
   weight, scale = torch.ones(2, device="jax", requires_grad=True), x.detach() * 2

@@ -186,6 +186,10 @@ def record(
   except RuntimeError as error:
     if "second time" in str(error):  # the function has called `backward`
       return None
+    error.add_note(
+      f"The result of `{boundary.name}` requires a gradient, so its backward pass is "
+      "traced with it. If the result needs no gradient, return `result.detach()`."
+    )
     raise
   return Tape(program, residuals)
 
