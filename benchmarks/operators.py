@@ -86,6 +86,12 @@ def _conv_transposed(x, w):
   return lax.conv_general_dilated(x, flipped, (1, 1), [(1, 1), (1, 1)], (2, 2))
 
 
+def _conv_transposed_4(x, w):
+  """Convolve with a kernel as long as its stride: each element gives one block."""
+  blocks = jnp.einsum("nihw,ioab->nohawb", x, w)
+  return blocks.reshape(*blocks.shape[:2], 4 * x.shape[2], 4 * x.shape[3])
+
+
 def _conv_depthwise(x, w):
   height, width = x.shape[2:]
   padded = jnp.pad(x, ((0, 0), (0, 0), (1, 1), (1, 1)))
@@ -218,6 +224,16 @@ OPERATORS = {
     lambda x, w: F.conv_transpose2d(x, w, stride=2, padding=1),
     _conv_transposed,
     (IMAGE, np.ascontiguousarray(KERNEL.swapaxes(0, 1))),
+  ),
+  "conv_transpose2d, stride 4": (
+    lambda x, w: F.conv_transpose2d(x, w, stride=4),
+    _conv_transposed_4,
+    (IMAGE, _normal(IMAGES[1], 8, 4, 4)),
+  ),
+  "conv3d": (
+    lambda x, w: F.conv3d(x, w, padding=1),
+    lambda x, w: lax.conv_general_dilated(x, w, (1, 1, 1), [(1, 1)] * 3),
+    (_normal(1, 8, 8, 32, 32), _normal(16, 8, 3, 3, 3)),
   ),
   "max_pool2d": (
     lambda x: F.max_pool2d(x, 2),

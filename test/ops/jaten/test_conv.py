@@ -10,6 +10,7 @@ GRADIENTS = dict(SUMS, grad=True)
 IMAGE, KERNELS, BIAS = floats(2, 4, 7, 6), floats(6, 4, 3, 2, seed=1), floats(6, seed=2)
 GROUPED = floats(6, 2, 3, 2, seed=1)
 TRANSPOSED = floats(4, 3, 3, 2, seed=1)
+VOLUMES = floats(2, 4, 5, 4, 6)
 
 CASES = (
   Case(F.conv2d, IMAGE, KERNELS, BIAS, grad=True, **SUMS),
@@ -64,6 +65,34 @@ CASES = (
   ),
   Case(F.conv_transpose1d, floats(2, 3, 5), floats(3, 4, 3), stride=2, **SUMS),
   Case(F.conv_transpose3d, floats(1, 2, 3, 3, 3), floats(2, 2, 2, 2, 2), **SUMS),
+  Case(F.conv3d, VOLUMES, floats(4, 2, 2, 3, 1), None, 2, 1, (2, 1, 2), 2, **GRADIENTS),
+  Case(F.conv3d, VOLUMES[:0], floats(3, 4, 2, 2, 2), stride=2, **SUMS),
+  Case(F.conv_transpose3d, VOLUMES, floats(4, 3, 2, 3, 2), None, 2, 1, **GRADIENTS),
+  Case(
+    F.conv_transpose3d,
+    VOLUMES,
+    floats(4, 2, 2, 1, 2),
+    stride=(1, 2, 1),
+    output_padding=(1, 2, 0),
+    groups=2,
+    dilation=(3, 3, 1),
+    **GRADIENTS,
+  ),
+  # Strides over 4: zeros between the elements of the input are left out.
+  Case(F.conv_transpose2d, IMAGE, floats(4, 3, 4, 4), stride=4, **GRADIENTS),
+  Case(
+    F.conv_transpose2d,
+    IMAGE,
+    floats(4, 3, 5, 2),
+    stride=(2, 3),
+    padding=(3, 1),
+    output_padding=(1, 2),
+    groups=2,
+    **GRADIENTS,
+  ),
+  Case(F.conv_transpose2d, IMAGE[:0], floats(4, 3, 4, 4), stride=4, **GRADIENTS),
+  Case(F.conv_transpose1d, floats(2, 3, 5), floats(3, 2, 16), None, 8, 4, **GRADIENTS),
+  Case(F.conv2d, floats(2, 3, 16, 17), floats(4, 3, 5, 6), stride=5, **GRADIENTS),
   Case(
     F.conv2d,
     IMAGE.bfloat16(),

@@ -4,9 +4,10 @@ Layouts are torch's: input (N, C, spatial…), weight (out, in/groups, spatial�
 for a transposed convolution (in, out/groups, spatial…). The gradient of the input is
 the other kind of convolution; that of the weight is a linear transpose by JAX.
 
-XLA's CPU compiler has fast convolutions only without groups: with groups they take up
-to 40 times as long, and their gradients up to 100 times. So there each group is a
-convolution. A depthwise one is a sum over the positions of the kernel.
+XLA's CPU compiler has fast convolutions only without groups, in one and two dimensions.
+With groups they take up to 40 times as long, and their gradients up to 100 times. So
+there each group is a convolution. A depthwise one is a sum over the positions of the
+kernel, and one in three dimensions is a convolution in two (`_fold_depth`).
 """
 
 import functools
@@ -25,6 +26,8 @@ from torchax.registry.names import aten
 
 # Largest number of groups and of kernel positions in an unrolled program of the CPU.
 _UNROLLED_GROUPS, _UNROLLED_POSITIONS = 8, 64
+# Zeros per element of a dilated input, above which the CPU's program leaves them out.
+_DILATED_INPUT = 4
 
 
 def _correlate(
@@ -33,39 +36,55 @@ def _correlate(
   """Correlate with a weight (out, in/groups, …); `order` has their positions."""
   spatial = tuple(range(2, weight.ndim))
   sizes = (stride, padding, input_dilation or (1,) * len(stride), dilation)
+  if jax.default_backend() == "cpu":
+    by_output = weight.transpose(*order, *spatial)
+    result = _correlate_by_parts(input, by_output, *sizes, groups)
+    if result is not None:
+      return result
+  layout = (0, 1, *spatial)
+  return lax.conv_general_dilated(
+    input,
+    weight,
+    *sizes,
+    lax.ConvDimensionNumbers(layout, (*order, *spatial), layout),
+    feature_group_count=groups,
+  )
+
+
+def _correlate_by_parts(
+  input, weight, stride, padding, input_dilation, dilation, groups
+):
+  """Correlate by smaller convolutions or sums; None if XLA's CPU program is fast."""
   positions = math.prod(weight.shape[2:])
-  is_on_cpu = jax.default_backend() == "cpu"
-  is_depthwise = groups > 1 and weight.shape[order[1]] == 1
+  is_depthwise = groups > 1 and weight.shape[1] == 1
   # For a kernel that is larger than the input, XLA exchanges them, which is slow. A
   # single dimension may be a padded sequence, and its program serves several sizes.
   space = [size for size in input.shape[2:] if isinstance(size, int)]  # not symbolic
-  is_large = len(space) == len(spatial) > 1 and positions > math.prod(space) > 0
-  is_large &= groups == 1
-  if is_on_cpu and (is_depthwise or is_large) and positions <= _UNROLLED_POSITIONS:
-    weight = weight.transpose(*order, *spatial)
-    return _sum_over_kernel(input, weight, is_depthwise, *sizes)
-  if groups == 1 or not is_on_cpu:
-    layout = (0, 1, *spatial)
-    return lax.conv_general_dilated(
-      input,
-      weight,
-      *sizes,
-      lax.ConvDimensionNumbers(layout, (*order, *spatial), layout),
-      feature_group_count=groups,
+  is_static = len(space) == len(stride)
+  is_large = is_static and groups == 1 < len(space) and positions > math.prod(space) > 0
+  if (is_depthwise or is_large) and positions <= _UNROLLED_POSITIONS:
+    return _sum_over_kernel(
+      input, weight, is_depthwise, stride, padding, input_dilation, dilation
     )
-  weight = weight.transpose(*order, *spatial)
-  batch, channels = input.shape[:2]
-  inputs = input.reshape(batch, groups, channels // groups, *input.shape[2:])
-  pairs = jnp.moveaxis(inputs, 1, 0), weight.reshape(groups, -1, *weight.shape[1:])
+  is_sparse = is_static and math.prod(input_dilation) > _DILATED_INPUT
+  if is_sparse and max(stride) == max(dilation) == 1:
+    return _by_phase(input, weight, padding, input_dilation, groups)
+  if groups > 1:
+    batch, channels = input.shape[:2]
+    inputs = input.reshape(batch, groups, channels // groups, *input.shape[2:])
+    pairs = jnp.moveaxis(inputs, 1, 0), weight.reshape(groups, -1, *weight.shape[1:])
 
-  def correlate_group(pair):
-    return _correlate(*pair, stride, padding, dilation, 1, input_dilation)
+    def correlate_group(pair):
+      return _correlate(*pair, stride, padding, dilation, 1, input_dilation)
 
-  if groups <= _UNROLLED_GROUPS:
-    results = jnp.stack(list(map(correlate_group, zip(*pairs))), 1)
-  else:
-    results = jnp.moveaxis(lax.map(correlate_group, pairs), 0, 1)
-  return lax.collapse(results, 1, 3)
+    if groups <= _UNROLLED_GROUPS:
+      results = jnp.stack(list(map(correlate_group, zip(*pairs))), 1)
+    else:
+      results = jnp.moveaxis(lax.map(correlate_group, pairs), 0, 1)
+    return lax.collapse(results, 1, 3)
+  if len(stride) == 3:
+    return _fold_depth(input, weight, stride, padding, input_dilation, dilation)
+  return None
 
 
 def _sum_over_kernel(
@@ -96,6 +115,72 @@ def _sum_over_kernel(
 
   positions = itertools.product(*map(range, kernel))
   return functools.reduce(jnp.add, itertools.starmap(term, positions)).astype(dtype)
+
+
+def _fold_depth(input, weight, stride, padding, input_dilation, dilation):
+  """Correlate images of some depth as a batch of images.
+
+  The channels of an image are those of all depths that the kernel covers.
+  """
+  edges = [(0, 0, 0)] * input.ndim
+  edges[2] = (*padding[0], input_dilation[0] - 1)
+  padded = lax.pad(input, np.zeros((), input.dtype), edges)
+  starts = [dilation[0] * index for index in range(weight.shape[2])]
+  span = (padded.shape[2] - starts[-1] - 1) // stride[0] * stride[0] + 1
+  covered = [lax.slice_in_dim(padded, i, i + span, stride[0], 2) for i in starts]
+  images = jnp.moveaxis(jnp.concatenate(covered, 1), 2, 1)
+  result = _correlate(
+    lax.collapse(images, 0, 2),
+    lax.collapse(jnp.moveaxis(weight, 2, 1), 1, 3),
+    stride[1:],
+    padding[1:],
+    dilation[1:],
+    1,
+    input_dilation[1:],
+  )
+  return jnp.moveaxis(result.reshape(*images.shape[:2], *result.shape[1:]), 1, 2)
+
+
+def _by_phase(input, weight, padding, input_dilation, groups):
+  """Correlate with a dilated input, without products of its zeros.
+
+  Every `d`-th result, for the dilation `d`, meets the same positions of the kernel. So
+  these positions are a kernel of their own, and the results of all are interleaved.
+  """
+  rank, (channels, _, *kernel) = len(padding), weight.shape
+  sizes = [
+    (size - 1) * d + low + high - length + 2
+    for size, d, (low, high), length in zip(
+      input.shape[2:], input_dilation, padding, kernel
+    )
+  ]
+  # Zeros around the kernel: all kernels of their own start at one element of the input.
+  fronts = [(d - 1 - low) % d for d, (low, _) in zip(input_dilation, padding)]
+  ends = [-(front + n) % d for front, n, d in zip(fronts, kernel, input_dilation)]
+  edges = [(0, 0, 0)] * 2 + [(front, end, 0) for front, end in zip(fronts, ends)]
+  weight = lax.pad(weight, np.zeros((), weight.dtype), edges)
+  lengths = [n // d for n, d in zip(weight.shape[2:], input_dilation)]
+  outer, inner = range(2, 2 + 2 * rank, 2), range(3, 3 + 2 * rank, 2)
+  pairs = itertools.chain.from_iterable(zip(lengths, input_dilation))
+  weight = lax.rev(weight.reshape(*weight.shape[:2], *pairs), inner)
+  weight = lax.collapse(weight.transpose(0, *inner, 1, *outer), 0, 1 + rank)
+  counts = [-(-size // d) for size, d in zip(sizes, input_dilation)]
+  lows = [
+    (low + front - d + 1) // d
+    for (low, _), front, d in zip(padding, fronts, input_dilation)
+  ]
+  padding = [
+    (low, count + length - 1 - size - low)
+    for low, count, length, size in zip(lows, counts, lengths, input.shape[2:])
+  ]
+  ones = (1,) * rank
+  result = _correlate(input, weight, ones, padding, ones, groups)
+  result = result.reshape(input.shape[0], channels, *input_dilation, *counts)
+  places = zip(range(2 + rank, 2 + 2 * rank), range(2, 2 + rank))
+  result = result.transpose(0, 1, *itertools.chain.from_iterable(places))
+  for axis in range(2, 2 + rank):
+    result = lax.collapse(result, axis, axis + 2)
+  return lax.slice(result, (0,) * result.ndim, (*result.shape[:2], *sizes))
 
 
 def _conv_transpose(input, weight, stride, padding, dilation, output_padding, groups):
@@ -209,11 +294,15 @@ def _aten_convolution_backward(
     # With an output padding of a stride or more, the result is too long.
     input_grad = lax.slice(input_grad, (0,) * input.ndim, input.shape)
   if output_mask[1]:
-    transpose = jax.linear_transpose(
-      lambda w: _convolve(input, w, None, *sizes, transposed, output_padding, groups),
-      weight,
-    )
-    (weight_grad,) = transpose(grad_output)
+    # A transposed convolution exchanges input and result; its own transpose is slow.
+    source, target = (grad_output, input) if transposed else (input, grad_output)
+
+    def convolve(weight):
+      result = _convolve(source, weight, None, *sizes, False, output_padding, groups)
+      # With an output padding of a stride or more, the result is too long.
+      return lax.slice(result, (0,) * result.ndim, target.shape)
+
+    (weight_grad,) = jax.linear_transpose(convolve, weight)(target)
   if output_mask[2]:
     bias_grad = jnp.sum(grad_output, axis=(0, *spatial))
   return input_grad, weight_grad, bias_grad
