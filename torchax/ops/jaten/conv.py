@@ -120,7 +120,7 @@ def _sum_over_kernel(
 def _fold_depth(input, weight, stride, padding, input_dilation, dilation):
   """Correlate images of some depth as a batch of images.
 
-  The channels of an image are those of all depths that the kernel covers.
+  An image has the channels of all depths that the kernel covers.
   """
   edges = [(0, 0, 0)] * input.ndim
   edges[2] = (*padding[0], input_dilation[0] - 1)
