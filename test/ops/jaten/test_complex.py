@@ -1,5 +1,9 @@
-"""Functions of complex numbers: near zeros, and on both sides of a cut."""
+"""Functions of complex numbers: near zeros, on both sides of a cut, at infinity.
 
+Also `sinh` and `cosh` of real numbers, which XLA computes inaccurately.
+"""
+
+import jax
 import pytest
 import torch
 from torch.testing import assert_close
@@ -36,3 +40,28 @@ def test_the_sign_of_zero_chooses_the_side_of_a_cut(function, parts):
   expected = value_and_gradient(z.clone())
   for run in (value_and_gradient, interop.jax_jit(value_and_gradient)):
     assert_close([result.cpu() for result in run(z.to("jax"))], list(expected))
+
+
+@pytest.mark.parametrize(
+  "function",
+  [torch.abs, torch.exp, torch.exp2, torch.sqrt, torch.atan, torch.atanh],
+)
+def test_infinities_and_nan_are_those_of_c(function):
+  parts = torch.tensor([0.0, -0.0, 1, -2.5, 1e3, torch.inf, -torch.inf, torch.nan])
+  z = torch.complex(*torch.meshgrid(parts, parts, indexing="ij"))
+  for run in (function, interop.jax_jit(function)):
+    assert_close(run(z.to("jax")).cpu(), function(z), equal_nan=True)
+
+
+@pytest.mark.parametrize("function", [torch.sinh, torch.cosh])
+def test_hyperbolic_functions_of_real_numbers_are_accurate(function):
+  x = torch.cat([torch.linspace(-89, 89, 5001), torch.logspace(-30, 1, 500)])
+  x = torch.cat([x, torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan])])
+  expected = function(x.double())
+  for run in (function, interop.jax_jit(function)):
+    found = run(x.to("jax")).cpu()
+    assert_close(found.double(), expected, rtol=4 * EPS, atol=0, equal_nan=True)
+    assert torch.equal(found.signbit(), expected.signbit())
+  derivative = jax.vmap(jax.grad(interop.jax_view(function)))(x.to("jax").jax())
+  other = torch.cosh if function is torch.sinh else torch.sinh
+  assert_close(interop.torch_view(derivative), other(x.to("jax")), equal_nan=True)

@@ -51,6 +51,10 @@ GAMMA_CASES = (
     Case(function, torch.tensor([math.inf] * 2), torch.tensor([1.0, math.inf]))
     for function in (torch.igamma, torch.igammac)
   ),
+  *(
+    Case(function, torch.tensor([0.0, 0.0, 0.0]), torch.tensor([1e-3, 0.0, math.inf]))
+    for function in (torch.igamma, torch.igammac)
+  ),
   Case(special.zeta, POSITIVE + 1.1, OTHER, **GAMMA),
   Case(special.zeta, 2, POSITIVE, **GAMMA),
   Case(special.zeta, torch.tensor([1.0, 0.5, 3.0, 2.0]), 0.0),

@@ -58,6 +58,7 @@ def _with_expansion(function, sign):
     distance = jnp.where(is_near, (x - a) / a, 0)
     limit = jnp.where(x < math.inf, (1 + sign) / 2, math.nan)
     result = jnp.where(is_near, _expand(a, distance, sign), others)
+    result = jnp.where((a == 0) & (x > 0), (1 - sign) / 2, result)
     return jnp.where(a == math.inf, limit, result)
 
   return incomplete_gamma

@@ -261,11 +261,6 @@ def _power(base, exponent):
   return jnp.where(exponent < 0, inverse, power)
 
 
-def exp2(x):
-  """Return 2 ** x, which is exact for whole numbers; `jnp.exp2` takes exp(x log 2)."""
-  return jnp.power(2, x)
-
-
 @op(aten.pow.Tensor_Tensor, aten.pow.Scalar)
 def _aten_pow(self, exponent):
   dtype = result_dtype(self, exponent)
@@ -308,4 +303,4 @@ def _aten_ldexp(self, other):
   scale = to_float(lax.convert_element_type(other, result_dtype(other, 2.0)))
   value, scale = promote(self, scale)
   # Rounding the power to half precision would lose half of the digits.
-  return in_float32(lambda v, s: v * exp2(s))(value, scale)
+  return in_float32(lambda v, s: v * _complex.exp2(s))(value, scale)

@@ -20,7 +20,7 @@ from torchax.ops.builtin import op
 from torchax.ops.casting import cast, require_fit
 from torchax.ops.jaten import _complex, _on_host
 from torchax.ops.jaten._arguments import require_one_dtype
-from torchax.ops.jaten.arithmetic import exp2, quotient
+from torchax.ops.jaten.arithmetic import quotient
 from torchax.ops.promotion import (
   HALVES,
   in_float32,
@@ -101,8 +101,8 @@ FLOAT_UNARY = {
   "deg2rad": in_float32(jnp.deg2rad),
   "erf": _erf,
   "erfc": lax.erfc,
-  "exp": jnp.exp,
-  "exp2": in_float32(exp2),
+  "exp": _complex.exp,
+  "exp2": in_float32(_complex.exp2),
   "expm1": in_float32(jnp.expm1),
   "log": jnp.log,
   "log10": _logarithm(10, jnp.log10),
@@ -131,8 +131,8 @@ EXACT_UNARY = {
 
 # Any dtype is accepted; the result has the same dtype, or is bool.
 PLAIN_UNARY = {
-  "abs": jnp.abs,
-  "absolute": jnp.abs,
+  "abs": _complex.absolute,
+  "absolute": _complex.absolute,
   "conj_physical": jnp.conj,
   "_conj_physical": jnp.conj,
   "_conj": jnp.conj,
