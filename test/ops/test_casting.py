@@ -266,6 +266,10 @@ IN_RANGE = {
   "an infinity": lambda d: ints(d, 1, dtype=torch.float16).fill_(-math.inf),
   "no number": lambda d: ints(d, 1, dtype=torch.bfloat16).fill_(math.nan),
   "a single one": lambda d: ints(d, 1, dtype=torch.float16).fill_(10**6),
+  "a number beside halves": lambda d: torch.where(
+    torch.tensor([True, False], device=d), ints(d, 2, dtype=torch.bfloat16), -3.402e38
+  ),
+  "one of 16 bits": lambda d: torch.scalar_tensor(1e6, dtype=torch.float16, device=d),
   "the largest": lambda d: ints(d, 1, dtype=torch.float16).fill_(65504.0),
   "a bound between integers": lambda d: ints(d, 1, dtype=i8).clamp(max=300.5),
   "an infinite bound": lambda d: ints(d, 1, dtype=torch.float16).clamp(max=math.inf),

@@ -343,7 +343,7 @@ def _aten_kaiser_window(window_length, periodic=True, beta=12.0, *, dtype=None):
 
 
 def _check_scalar_tensor(s, *, dtype=None, **_):
-  require_fit(s, dtype or torch.get_default_dtype())
+  require_fit(s, dtype or torch.get_default_dtype(), 1)
 
 
 @op(aten.scalar_tensor, check=_check_scalar_tensor)
