@@ -78,7 +78,7 @@ CASES = (
     dilation=(3, 3, 1),
     **GRADIENTS,
   ),
-  # Strides over 4: zeros between the elements of the input are left out.
+  # Strides whose product is over 4: the program omits the zeros of a dilated input.
   Case(F.conv_transpose2d, IMAGE, floats(4, 3, 4, 4), stride=4, **GRADIENTS),
   Case(
     F.conv_transpose2d,

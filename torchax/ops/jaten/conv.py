@@ -7,7 +7,8 @@ the other kind of convolution; that of the weight is a linear transpose by JAX.
 XLA's CPU compiler has fast convolutions only without groups, in one and two dimensions.
 With groups they take up to 40 times as long, and their gradients up to 100 times. So
 there each group is a convolution. A depthwise one is a sum over the positions of the
-kernel, and one in three dimensions is a convolution in two (`_fold_depth`).
+kernel (`_sum_over_kernel`), one in three dimensions is one in two (`_fold_depth`), and
+a transposed one with a large stride is one without stride (`_by_phase`).
 """
 
 import functools
@@ -26,8 +27,8 @@ from torchax.registry.names import aten
 
 # Largest number of groups and of kernel positions in an unrolled program of the CPU.
 _UNROLLED_GROUPS, _UNROLLED_POSITIONS = 8, 64
-# Zeros per element of a dilated input, above which the CPU's program leaves them out.
-_DILATED_INPUT = 4
+# Growth of an input by its dilation, above which the CPU's program omits the zeros.
+_MOST_GROWTH = 4
 
 
 def _correlate(
@@ -66,7 +67,7 @@ def _correlate_by_parts(
     return _sum_over_kernel(
       input, weight, is_depthwise, stride, padding, input_dilation, dilation
     )
-  is_sparse = is_static and math.prod(input_dilation) > _DILATED_INPUT
+  is_sparse = is_static and math.prod(input_dilation) > _MOST_GROWTH
   if is_sparse and max(stride) == max(dilation) == 1:
     return _by_phase(input, weight, padding, input_dilation, groups)
   if groups > 1:
@@ -87,34 +88,38 @@ def _correlate_by_parts(
   return None
 
 
+def _windows(input, axis, length, stride, dilation) -> list:
+  """Return the elements that each position of a kernel meets along an axis."""
+  starts = [dilation * index for index in range(length)]
+  span = (input.shape[axis] - starts[-1] - 1) // stride * stride + 1
+  return [lax.slice_in_dim(input, i, i + span, stride, axis) for i in starts]
+
+
+def _pad(input, padding, dilation):
+  edges = [(low, high, d - 1) for (low, high), d in zip(padding, dilation)]
+  unpadded = [(0, 0, 0)] * (input.ndim - len(edges))
+  return lax.pad(input, np.zeros((), input.dtype), unpadded + edges)
+
+
 def _sum_over_kernel(
   input, weight, is_depthwise, stride, padding, input_dilation, dilation
 ):
   """Sum over the kernel's positions, in float32 for half precision."""
-  dtype, kernel = input.dtype, weight.shape[2:]
-  input, weight = widen(input), widen(weight)
-  edges = [(low, high, d - 1) for (low, high), d in zip(padding, input_dilation)]
-  padded = lax.pad(input, np.zeros((), input.dtype), [(0, 0, 0)] * 2 + edges)
+  dtype, rank = input.dtype, len(stride)
+  padded, weight = _pad(widen(input), padding, input_dilation), widen(weight)
   if is_depthwise:
     padded = jnp.repeat(padded, weight.shape[0] // input.shape[1], 1)
-  spans = [
-    (size - d * (k - 1) - 1) // s * s + 1
-    for size, d, k, s in zip(padded.shape[2:], dilation, kernel, stride)
-  ]
+  parts = [padded]
+  for axis, sizes in enumerate(zip(weight.shape[2:], stride, dilation), 2):
+    parts = [window for part in parts for window in _windows(part, axis, *sizes)]
 
-  def term(*position):
-    starts = [index * d for index, d in zip(position, dilation)]
-    ends = [start + span for start, span in zip(starts, spans)]
-    part = lax.slice(
-      padded, (0, 0, *starts), (*padded.shape[:2], *ends), (1, 1, *stride)
-    )
-    factors = weight[:, :, *position]
+  def term(part, factors):
     if is_depthwise:
-      return part * factors.reshape(-1, *[1] * len(kernel))
+      return part * factors.reshape(-1, *[1] * rank)
     return jnp.einsum("nc...,oc->no...", part, factors)
 
-  positions = itertools.product(*map(range, kernel))
-  return functools.reduce(jnp.add, itertools.starmap(term, positions)).astype(dtype)
+  factors = jnp.moveaxis(lax.collapse(weight, 2), 2, 0)
+  return functools.reduce(jnp.add, map(term, parts, factors)).astype(dtype)
 
 
 def _fold_depth(input, weight, stride, padding, input_dilation, dilation):
@@ -122,12 +127,9 @@ def _fold_depth(input, weight, stride, padding, input_dilation, dilation):
 
   An image has the channels of all depths that the kernel covers.
   """
-  edges = [(0, 0, 0)] * input.ndim
-  edges[2] = (*padding[0], input_dilation[0] - 1)
-  padded = lax.pad(input, np.zeros((), input.dtype), edges)
-  starts = [dilation[0] * index for index in range(weight.shape[2])]
-  span = (padded.shape[2] - starts[-1] - 1) // stride[0] * stride[0] + 1
-  covered = [lax.slice_in_dim(padded, i, i + span, stride[0], 2) for i in starts]
+  flat = [(0, 0), (0, 0)]
+  padded = _pad(input, [padding[0], *flat], [input_dilation[0], 1, 1])
+  covered = _windows(padded, 2, weight.shape[2], stride[0], dilation[0])
   images = jnp.moveaxis(jnp.concatenate(covered, 1), 2, 1)
   result = _correlate(
     lax.collapse(images, 0, 2),
@@ -154,21 +156,17 @@ def _by_phase(input, weight, padding, input_dilation, groups):
       input.shape[2:], input_dilation, padding, kernel
     )
   ]
-  # Zeros around the kernel: all kernels of their own start at one element of the input.
-  fronts = [(d - 1 - low) % d for d, (low, _) in zip(input_dilation, padding)]
+  # With zeros around the kernel, all these kernels start at one element of the input.
+  fronts = [-(low + 1) % d for d, (low, _) in zip(input_dilation, padding)]
   ends = [-(front + n) % d for front, n, d in zip(fronts, kernel, input_dilation)]
-  edges = [(0, 0, 0)] * 2 + [(front, end, 0) for front, end in zip(fronts, ends)]
-  weight = lax.pad(weight, np.zeros((), weight.dtype), edges)
+  weight = _pad(weight, zip(fronts, ends), (1,) * rank)
   lengths = [n // d for n, d in zip(weight.shape[2:], input_dilation)]
   outer, inner = range(2, 2 + 2 * rank, 2), range(3, 3 + 2 * rank, 2)
   pairs = itertools.chain.from_iterable(zip(lengths, input_dilation))
   weight = lax.rev(weight.reshape(*weight.shape[:2], *pairs), inner)
   weight = lax.collapse(weight.transpose(0, *inner, 1, *outer), 0, 1 + rank)
   counts = [-(-size // d) for size, d in zip(sizes, input_dilation)]
-  lows = [
-    (low + front - d + 1) // d
-    for (low, _), front, d in zip(padding, fronts, input_dilation)
-  ]
+  lows = [low // d for (low, _), d in zip(padding, input_dilation)]
   padding = [
     (low, count + length - 1 - size - low)
     for low, count, length, size in zip(lows, counts, lengths, input.shape[2:])
@@ -286,12 +284,12 @@ def _aten_convolution_backward(
   sizes = (stride, padding, dilation)
   spatial = tuple(range(2, grad_output.ndim))
   input_grad = weight_grad = bias_grad = None
+  # With an output padding of a stride or more, the convolutions below are too long.
   if output_mask[0]:
     extra = (0,) * len(spatial) if transposed else _uncovered(input, weight, *sizes)
     input_grad = _convolve(
       grad_output, weight, None, *sizes, not transposed, extra, groups
     )
-    # With an output padding of a stride or more, the result is too long.
     input_grad = lax.slice(input_grad, (0,) * input.ndim, input.shape)
   if output_mask[1]:
     # A transposed convolution exchanges input and result; its own transpose is slow.
@@ -299,7 +297,6 @@ def _aten_convolution_backward(
 
     def convolve(weight):
       result = _convolve(source, weight, None, *sizes, False, output_padding, groups)
-      # With an output padding of a stride or more, the result is too long.
       return lax.slice(result, (0,) * result.ndim, target.shape)
 
     (weight_grad,) = jax.linear_transpose(convolve, weight)(target)
