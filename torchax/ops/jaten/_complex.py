@@ -47,10 +47,6 @@ def _on_both_sides(function):
   return mirrored
 
 
-def _is_infinite(z):
-  return jnp.isinf(z.real) | jnp.isinf(z.imag)
-
-
 @jax.custom_jvp
 def _real_cosh(x):
   half = jnp.exp(jnp.abs(x) / 2)  # XLA's `exp(x + log(1 / 2))` rounds the sum
@@ -77,14 +73,12 @@ def _exp(z):
   return jnp.where(is_limit, limit.astype(result.dtype), result)
 
 
-def _real_exp2(x):
+def exp2(x):
   """Return 2 ** x, which is exact for whole numbers; `jnp.exp2` takes exp(x log 2)."""
-  return jnp.power(2, x)
-
-
-def _exp2(z):
+  if not jnp.iscomplexobj(x):
+    return jnp.power(2, x)
   log2 = math.log(2)
-  return _exp(lax.complex(z.real * log2, z.imag * log2))
+  return _exp(lax.complex(x.real * log2, x.imag * log2))
 
 
 def _sqrt_above(z):
@@ -106,14 +100,14 @@ def _atanh_above(z):
 
 
 def _absolute(z):
-  return jnp.where(_is_infinite(z), math.inf, jnp.abs(z))
+  is_infinite = jnp.isinf(z.real) | jnp.isinf(z.imag)
+  return jnp.where(is_infinite, math.inf, jnp.abs(z))
 
 
 _sqrt, _asin, _atanh = map(_on_both_sides, (_sqrt_above, jnp.arcsin, _atanh_above))
 
 absolute = _by_kind(jnp.abs, _absolute)
 exp = _by_kind(jnp.exp, _exp)
-exp2 = _by_kind(_real_exp2, _exp2)
 sinh = _by_kind(in_float32(_real_sinh), _turned(jnp.sin))
 cosh = _by_kind(in_float32(_real_cosh), lambda z: jnp.cos(_times_i(z)))
 sqrt = _by_kind(jnp.sqrt, _sqrt)
