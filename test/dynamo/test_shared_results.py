@@ -193,6 +193,44 @@ def test_gradients_flow_through_shared_results():
   assert_same(x.grad, torch.tensor([8.0, 72.0, 72.0]))
 
 
+def halved(x):
+  with torch.no_grad():
+    x.mul_(0.5)
+
+
+def halved_and_used(x):
+  with torch.no_grad():
+    x.mul_(0.5)
+  return x * x
+
+
+def shifted(x):
+  with torch.no_grad():
+    x[1:].copy_(x[:-1].clone())
+    x[0].zero_()
+
+
+@pytest.mark.parametrize("function", [halved, halved_and_used, shifted])
+@pytest.mark.parametrize("device", ["jax", "cpu"])
+def test_change_of_an_input_under_no_grad_keeps_its_gradient(function, device):
+  def gradient(function, device):
+    leaf = torch.arange(12.0).reshape(4, 3).to(device).requires_grad_()
+    x = leaf * 2
+    result = function(x)
+    ((x if result is None else result) * x).sum().backward()
+    return x.detach().cpu(), leaf.grad.cpu()
+
+  found, expected = gradient(compiled(function), device), gradient(function, "cpu")
+  assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("device", ["jax", "cpu"])
+def test_view_of_a_parameter_changes_under_no_grad(device):
+  parameter = torch.arange(12.0, device=device).reshape(4, 3).requires_grad_()
+  compiled(halved)(parameter.view(-1))
+  assert torch.equal(parameter.detach().cpu(), torch.arange(12.0).reshape(4, 3) / 2)
+
+
 def test_as_strided_uses_the_memory_order_of_an_input():
   def function(p):
     first = p.split(2)[0]

@@ -104,7 +104,8 @@ def _compile_plain(module, example_inputs, options: Options) -> Callable:
       bw_compiler=functools.partial(_compile, options, keys, "backward"),
       inference_compiler=functools.partial(_compile_inference, options, keys),
       partition_fn=functools.partial(_partition, keys),
-      keep_inference_input_mutations=False,
+      # Autograd must not record changes of inputs under no_grad.
+      keep_inference_input_mutations=True,
     )
   return torch.compiler.disable(_Compiled(compiled, keys))
 

@@ -107,7 +107,9 @@ class Program:
     self._inputs = inputs(module.graph)
     self._numbers = list(filter(is_number, module.graph.nodes))
     _require_runnable([n for n in module.graph.nodes if not is_number(n)])
-    results = results_of(module.graph)
+    changed, values = _remove_changes(module.graph, self._inputs)
+    self._changed = changed
+    results = [*results_of(module.graph), *values]
     self._outputs = Outputs(results, self._inputs, visible)
     is_rng = [node.name == keys.rng for node in self._inputs]
     self._rng = is_rng.index(True) if True in is_rng else None
@@ -207,6 +209,7 @@ class Program:
       else:
         static.append(value)
     passed = {position: args[position] for position in self._outputs.passed}
+    changed = [args[position] for position in self._changed]
     args.clear()
     if self._constants is None:
       # Converted on the first call: tensors are fake while torch compiles.
@@ -217,7 +220,26 @@ class Program:
       check(value)
     if results.log:
       self.keys.log = results.log
-    return self._outputs.assemble(passed, outputs, results.values)
+    tensors = self._outputs.assemble(passed, outputs, results.values)
+    with torch.no_grad():
+      for tensor in reversed(changed):
+        tensor.copy_(tensors.pop())
+    return tensors
+
+
+def _remove_changes(graph: fx.Graph, arguments: Sequence[fx.Node]) -> tuple[list, list]:
+  """Remove the changes of inputs from a graph, which torch puts at its end.
+
+  Returns:
+    The positions of the changed inputs, and the nodes of their new values.
+  """
+  changes = [node for node in graph.nodes if node.target is aten.copy_.default]
+  changed = [arguments.index(node.args[0]) for node in changes]
+  values = [node.args[1] for node in changes]
+  for node in changes:
+    node.replace_all_uses_with(node.args[0])
+    graph.erase_node(node)
+  return changed, values
 
 
 class _Interpreter(JaxInterpreter):
