@@ -3,19 +3,21 @@
 import dataclasses
 import re
 
-# Name -> (CPU tensor, requires grad). Multiples of a sixteenth keep results exact, and
-# a small number of shapes lets programs share compiled operations.
+# Suffixes of an input on its device.
+NO_GRAD, LEAF, RESULT = "", ".requires_grad_()", ".requires_grad_() * 1"
+# Name -> (CPU tensor, one of the suffixes above). Multiples of a sixteenth keep results
+# exact, and a small number of shapes lets programs share compiled operations.
 INPUTS = {
-  "x": ("(torch.arange(12.0).reshape(4, 3) * 5 % 12 - 5) / 4", True),
-  "y": ("(torch.arange(16.0).reshape(4, 4) * 7 % 16 - 8) / 8", True),
-  "z": ("(torch.arange(3.0) - 1) / 2", True),
-  "p": ("(torch.arange(12.0).reshape(4, 3) * 7 % 12 - 6) / 4", False),
-  "q": ("(torch.arange(24.0).reshape(2, 3, 4) * 7 % 24 - 12) / 8", False),
-  "s": ("(torch.arange(16.0).reshape(4, 4) * 5 % 16 - 8) / 4", False),
-  "k": ("torch.arange(12).reshape(4, 3) * 5 % 7 - 3", False),
-  "i": ("torch.tensor([2, 0, 1, 2])", False),
-  "m": ("torch.arange(12).reshape(4, 3) % 3 == 0", False),
-  "c": ("torch.complex(torch.arange(6.0) / 4, 1 - torch.arange(6.0) / 2)", False),
+  "x": ("(torch.arange(12.0).reshape(4, 3) * 5 % 12 - 5) / 4", LEAF),
+  "y": ("(torch.arange(16.0).reshape(4, 4) * 7 % 16 - 8) / 8", RESULT),
+  "z": ("(torch.arange(3.0) - 1) / 2", LEAF),
+  "p": ("(torch.arange(12.0).reshape(4, 3) * 7 % 12 - 6) / 4", NO_GRAD),
+  "q": ("(torch.arange(24.0).reshape(2, 3, 4) * 7 % 24 - 12) / 8", NO_GRAD),
+  "s": ("(torch.arange(16.0).reshape(4, 4) * 5 % 16 - 8) / 4", NO_GRAD),
+  "k": ("torch.arange(12).reshape(4, 3) * 5 % 7 - 3", NO_GRAD),
+  "i": ("torch.tensor([2, 0, 1, 2])", NO_GRAD),
+  "m": ("torch.arange(12).reshape(4, 3) % 3 == 0", NO_GRAD),
+  "c": ("torch.complex(torch.arange(6.0) / 4, 1 - torch.arange(6.0) / 2)", NO_GRAD),
 }
 
 HEADER = """\
@@ -80,7 +82,7 @@ class Program:
       device: device of the inputs.
     """
     inputs = [
-      f'  ({INPUTS[name][0]}).to("{device}"){".requires_grad_()" * INPUTS[name][1]},\n'
+      f'  ({INPUTS[name][0]}).to("{device}"){INPUTS[name][1]},\n'
       for name in self.inputs
     ]
     return (

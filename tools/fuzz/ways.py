@@ -62,7 +62,11 @@ WAYS = {
 
 
 # Texts of refusals that name a remedy; torch.compile shows some as text alone.
-_REMEDIES = ("docs/errors.md#", "the shape of the result depends on the values")
+_REMEDIES = (
+  "docs/errors.md#",
+  "the shape of the result depends on the values",
+  "return `result.detach()`",
+)
 
 
 @dataclasses.dataclass
@@ -85,7 +89,8 @@ class Outcome:
     """True if the error is one of ours that names a remedy."""
     error: BaseException | None = self.error
     while error is not None:
-      if isinstance(error, Documented) or any(t in str(error) for t in _REMEDIES):
+      text = "\n".join([str(error), *getattr(error, "__notes__", [])])
+      if isinstance(error, Documented) or any(part in text for part in _REMEDIES):
         return True
       error = error.__cause__ or error.__context__
     return False
@@ -120,10 +125,18 @@ def inputs_of(names: Sequence[str], device: str) -> list[torch.Tensor]:
   """Return new inputs on a device."""
   made = []
   for name in names:
-    source, trained = INPUTS[name]
+    source, suffix = INPUTS[name]
     tensor = eval(source, {"torch": torch}).to(device)
-    made.append(tensor.requires_grad_(trained))
+    made.append(eval(f"tensor{suffix}", {"tensor": tensor}))
   return made
+
+
+def _leaf_of(tensor: torch.Tensor) -> torch.Tensor:
+  """Return the leaf of an input that is a leaf, or its product with a number."""
+  if tensor.is_leaf:
+    return tensor
+  assert tensor.grad_fn is not None
+  return tensor.grad_fn.next_functions[0][0].variable
 
 
 def run(program: Program, way: str) -> Outcome:
@@ -137,18 +150,19 @@ def _run(program: Program, way: str) -> Outcome:
   outcome = Outcome()
   torch.manual_seed(SEED)
   inputs = inputs_of(program.inputs, chosen.device)
+  leaves = dict(zip(program.inputs, map(_leaf_of, inputs)))
   try:
     exec(program.source, variables)
     with warnings.catch_warnings():
       warnings.simplefilter("ignore")
       results = chosen.wrap(variables["program"])(*inputs)
-      _observe(outcome, program, inputs, results, chosen.device)
+      _observe(outcome, program, inputs, leaves, results, chosen.device)
   except Exception as error:
     outcome.error = error
   return outcome
 
 
-def _observe(outcome, program, inputs, results, device) -> None:
+def _observe(outcome, program, inputs, leaves, results, device) -> None:
   names = [f"result {name}" for name in program.results]
   names += [f"input {name}" for name in program.inputs]
   tensors = dict(zip(names, [*results, *inputs]))
@@ -157,13 +171,13 @@ def _observe(outcome, program, inputs, results, device) -> None:
     values[name] = _numbers(tensor)
     values[f"{name} requires grad"] = tensor.requires_grad
   outcome.stage = "the backward pass"
-  recorded = [_weighted(result) for result in results if _is_recorded(result)]
+  recorded = [_weighted(t) for t in tensors.values() if _is_recorded(t)]
   if recorded:
     loss = sum(recorded)
     loss.backward()
-  for name, tensor in zip(program.inputs, inputs):
-    if tensor.is_leaf and tensor.grad is not None:
-      values[f"gradient of {name}"] = _numbers(tensor.grad)
+  for name, leaf in leaves.items():
+    if leaf.grad is not None:
+      values[f"gradient of {name}"] = _numbers(leaf.grad)
   if program.draws and device == "jax":
     values["next draw"] = _numbers(torch.rand(4, device="jax"))
   outcome.stage = "a write to a result"
