@@ -153,7 +153,7 @@ def exponential(key, shape, dtype, rate=1.0) -> jax.Array:
   which samples a token, the smallest of many decides.
   """
   wide = _wide(dtype)
-  drawn = standard_exponential(key, shape, wide) / jnp.asarray(rate, wide)
+  drawn = standard_exponential(key, shape, wide) * (1 / jnp.asarray(rate, wide))
   limits = jnp.finfo(dtype)
   # The smallest positive number that is not flushed to 0; float16 uses float32.
   least = limits.smallest_subnormal if dtype == jnp.float16 else limits.tiny
@@ -178,7 +178,7 @@ def geometric(key, shape, dtype, p) -> jax.Array:
   is_float = jnp.issubdtype(dtype, jnp.floating)
   wide = _wide(dtype) if is_float else jnp.result_type(float)
   rate = -jnp.log1p(-jnp.asarray(p, wide))
-  trials = jnp.maximum(jnp.ceil(standard_exponential(key, shape, wide) / rate), 1)
+  trials = jnp.maximum(jnp.ceil(standard_exponential(key, shape, wide) * (1 / rate)), 1)
   if not is_float:
     # The largest integer of the dtype that is exact in the float dtype.
     limit = jnp.iinfo(dtype).max
