@@ -25,7 +25,6 @@ from torchax.registry.derivatives import formula_of
 from torchax.registry.operators import Kind, Operator
 from torchax.registry.schema import schema_of
 from torchax.rng import state as rng_state
-from torchax.rng.threefry import Words
 
 
 class Lowering:
@@ -116,8 +115,7 @@ class Lowering:
       example.require(args, kwargs)
     if draw:
       rng_key, count = draw
-      is_key = not isinstance(rng_key, Words)
-      args = [rng_state.fold_in(rng_key, count) if is_key else rng_key, *args]
+      args = [rng_state.fold_in(rng_key, count), *args]
     if self._formula and is_inline:
       lower = lambda args, kwargs: self._func(*args, **kwargs)  # noqa: E731
       return torch_derivatives.with_derivative_of(

@@ -328,6 +328,21 @@ def _rebuild(static_key, operands, read=_read) -> tuple[list, dict]:
   return args, kwargs
 
 
+def tensor_parts(static_key: tuple) -> Iterator[tuple[int, int]]:
+  """Yield (index in the key, index among the operands) of each tensor argument."""
+  operand = 0
+  for index, part in enumerate(static_key[2:], 2):
+    if isinstance(part, Chain | MovingChain):
+      yield index, operand
+    operand += _number_of_operands(part)
+
+
+def _number_of_operands(part) -> int:
+  if type(part) is tuple:
+    return sum(map(_number_of_operands, part[1:]))
+  return int(part is _NUMBER or isinstance(part, Chain | MovingChain))
+
+
 def _is_wide(part) -> bool:
   """Return True for a static integer outside the range of int32."""
   return (

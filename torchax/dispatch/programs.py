@@ -3,7 +3,7 @@
 A program is built when its key is new. torch checks the arguments once then; the
 program checks other shapes whenever JAX retraces it (`torch_checks.py`). Numbers that
 are static in the first call become operands of a program shared by all other calls.
-While a shape is new, numpy or a program shared among shapes may compute the result
+While a shape is new, numpy or a program of many shapes may compute the result
 (`new_shapes.py`). `plans.py` calls the programs; they compile `lowering.py`.
 """
 
@@ -38,6 +38,7 @@ class Programs:
     self._lowering = lowering
     self._operator = lowering.operator
     self._by_key: ProgramCache[tuple, Program] = ProgramCache(MOST_PROGRAMS)
+    self._flat_programs: ProgramCache[tuple, Program] = ProgramCache(MOST_PROGRAMS)
     self._number_programs: NumberPrograms[Program] = NumberPrograms()
     # Arguments that torch's check has accepted in traces.
     self._accepted: BoundedCache[tuple, bool] = BoundedCache(MOST_PROGRAMS)
@@ -102,9 +103,17 @@ class Programs:
     program = compiling.jit_if_possible(function, self._operator, sharding)
     if sharding is not None:
       return program
-    return new_shapes.with_warmup(
-      program, self._operator, lowering.flattener, static_key, write
-    )
+    given = program, lowering, static_key, write
+    return new_shapes.with_warmup(*given, self._flat_program)
+
+  def _flat_program(self, static_key) -> Program:
+    """Return the program of a flat draw, which draws of many shapes share."""
+    program = self._flat_programs.get(static_key)
+    if program is None:
+      function = self._lowering.program(static_key, None, None)
+      program = compiling.jit_if_possible(function, self._operator)
+      self._flat_programs[static_key] = program
+    return program
 
   def _shared_program(self, args, kwargs, static_key, write) -> Program | None:
     """Return the shared program, with the numbers of this call filled in.

@@ -4,7 +4,6 @@ torch's composite kernels take several operations. Each function here makes one 
 with the numbers of the composite kernel.
 """
 
-import math
 import warnings
 from collections.abc import Sequence
 
@@ -41,7 +40,7 @@ _keep_mask = torch.ops.torchax.keep_mask.default
   static=("p",),
   prepare=prepare_dropout,
   is_exact=True,
-  shared_bits=lambda input, p: input.size,
+  by_element=True,
 )
 def _dropout_forward(key, input, p):
   return native_dropout(key, input, p)[0]
@@ -62,7 +61,7 @@ def _prepare_mask(arguments: dict) -> None:
   prepare=_prepare_mask,
   distribution="bernoulli_",
   is_exact=True,
-  shared_bits=lambda input, size, p: math.prod(size),
+  by_element=True,
 )
 def _drawn_mask(key, input, size, p):
   return samplers.bernoulli(key, size, p)

@@ -110,15 +110,15 @@ class Draw:
       bits.
     is_exact: the sampler uses integers, comparisons and at most one rounding. Its bits
       do not depend on the compiler's options, so it is compiled with least effort.
-    shared_bits: for an exact sampler that calls `threefry.two_words` once: function
-      from its arguments, with abstract arrays, to the number of elements. The sampler
-      may get these bits in place of its key.
+    by_element: the sampler computes each element from its own random bits, numbers,
+      and the elements of its tensors at the same place. So a smaller draw has the first
+      elements of a larger one.
   """
 
   distribution: str = ""
   order_dependent: bool = False
   is_exact: bool = False
-  shared_bits: Callable[..., int] | None = None
+  by_element: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

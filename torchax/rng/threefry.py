@@ -12,7 +12,7 @@ Source: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2
 import functools
 import math
 import operator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,6 @@ from jax import lax
 from jax.extend import random as jax_extend_random
 
 NAME = "threefry2x32"
-# Smallest and largest number of words in a program shared by draws of many sizes.
-MIN_SHARED_WORDS, MAX_SHARED_WORDS = 2**10, 2**20
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _ROTATIONS_4X32 = (
   *((10, 26), (11, 21), (13, 27), (23, 5)),
@@ -35,13 +33,6 @@ _PARITY = 0x1BD11BDA
 _SECOND_WORDS = 0xFFFFFFFF
 # Any, because JAX's annotations lack its flags.
 _config: Any = jax.config
-
-
-class Words(NamedTuple):
-  """Precomputed `two_words` in place of a key; may have more elements than the draw."""
-
-  first: jax.Array
-  second: jax.Array
 
 
 def with_unrolled_key(sampler):
@@ -68,8 +59,7 @@ def unrolled_key(key: jax.Array) -> jax.Array:
 def _can_unroll(key) -> bool:
   """Return True for a threefry2x32 key on the CPU whose implementation may change."""
   return (
-    not isinstance(key, Words)
-    and str(jax.random.key_impl(key)) == NAME
+    str(jax.random.key_impl(key)) == NAME
     and _config.jax_threefry_partitionable
     # The key-reuse checker can follow only JAX's own keys.
     and not _config.jax_debug_key_reuse
@@ -87,28 +77,12 @@ def _random_bits(key_data, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
   return (left ^ right).astype(f"uint{bit_width}")
 
 
-def bits(key: jax.Array | Words, shape: tuple[int, ...], dtype) -> jax.Array:
-  """Return `jax.random.bits(key, shape, dtype)`; the key may be `Words`."""
-  if not isinstance(key, Words):
-    return jax.random.bits(key, shape, dtype)
-  first, second = two_words(key, shape)
-  if jnp.iinfo(dtype).bits < 64:
-    return first.astype(dtype)
-  return ((first ^ second).astype(dtype) << 32) | second.astype(dtype)
-
-
-def two_words(
-  key: jax.Array | Words, shape: tuple[int, ...]
-) -> tuple[jax.Array, jax.Array]:
+def two_words(key: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
   """Return two independent random words per element, uint32.
 
   The first is the word of `jax.random.bits`. In threefry2x32 it is the xor of two words
   that the cipher returns, so the second word costs almost nothing.
   """
-  if isinstance(key, Words):
-    number = math.prod(shape)
-    first, second = (lax.slice(words, (0,), (number,)) for words in key)
-    return first.reshape(shape), second.reshape(shape)
   impl = str(jax.random.key_impl(key))
   is_threefry = impl in (NAME, _IMPL_TAG) and _config.jax_threefry_partitionable
   if not (is_threefry and _has_short_counter(shape)):
@@ -117,23 +91,6 @@ def two_words(
   if _config.jax_debug_key_reuse:  # the checker must see the use of the key
     return jax.random.bits(key, shape), right
   return left ^ right, right
-
-
-def shared_word_count(key: jax.Array, elements: int) -> int | None:
-  """Return the number of words to draw for `elements`; None without shared words.
-
-  The words of a small draw are the first words of a larger one. So draws of many sizes
-  share the program of `random_words`, followed by a small program of their own.
-  """
-  number = max(MIN_SHARED_WORDS, 1 << max(elements - 1, 0).bit_length())
-  is_shared = number <= MAX_SHARED_WORDS and is_addressable(key, (number,))
-  return number if is_shared else None
-
-
-def random_words(key: jax.Array, count, number: int) -> Words:
-  """Compute `number` words for draw `count` of a stream; see `shared_word_count`."""
-  draw = unrolled_key(jax.random.fold_in(key, count))
-  return Words(*two_words(draw, (number,)))
 
 
 def words_at(key_data, indices) -> tuple[jax.Array, jax.Array]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from torchax.rng.positions import words_at
-from torchax.rng.threefry import bits, second_words, two_words
+from torchax.rng.threefry import second_words, two_words
 
 _31_BITS = 0x7FFFFFFF
 
@@ -24,7 +24,7 @@ def unit(key, shape, dtype) -> jax.Array:
   """
   digits = jnp.finfo(dtype).nmant + 1
   width = max(8, 1 << (digits - 1).bit_length())
-  shifted = bits(key, shape, f"uint{width}") >> (width - digits)
+  shifted = jax.random.bits(key, shape, f"uint{width}") >> (width - digits)
   # Signed integers convert much faster; the sign bit is 0 after the shift.
   signed = shifted.astype(jnp.int64 if width == 64 else jnp.int32)
   wide = jnp.promote_types(dtype, jnp.float32)
@@ -38,7 +38,7 @@ def halves(key, shape, dtype) -> tuple[jax.Array, jax.Array]:
   float64, down to 2**-64.
   """
   if dtype == jnp.float64:
-    word = bits(key, shape, jnp.uint64)
+    word = jax.random.bits(key, shape, jnp.uint64)
     upper = word >> 63 != 0
     first = jnp.where(upper, ~word, word).astype(jnp.int64)
     return upper, first.astype(dtype) * 2.0**-64 + 2.0**-65
@@ -109,7 +109,7 @@ def scale_to_integer(key, shape, span, dtype) -> jax.Array:
   width = jnp.iinfo(dtype).bits
   if isinstance(span, int) and span & (span - 1) == 0:
     shift = width + 1 - span.bit_length()
-    word = bits(key, shape, dtype)
+    word = jax.random.bits(key, shape, dtype)
     return word >> shift if shift < width else jnp.zeros(shape, dtype)
   if width == 32:
     first, second = two_words(key, shape)

@@ -5,9 +5,6 @@ The samplers are in `torchax/rng/samplers.py` and `rejection.py`, the gradients 
 errors.
 """
 
-import math
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,16 +36,6 @@ def _check_size(size, **_):
   require_size(size)
 
 
-def _words(size, dtype) -> int:
-  """Return the number of random words of floats or complex numbers."""
-  return math.prod(size) * (2 if dtype is not None and dtype.is_complex else 1)
-
-
-def _words_of_integers(size) -> int:
-  """Return the number of random words of integers; 64 bits have no shared ones."""
-  return math.prod(size) if not jax.config.jax_enable_x64 else sys.maxsize
-
-
 # Uniform and normal ----------------------------------------------------------------
 
 
@@ -57,14 +44,14 @@ def _words_of_integers(size) -> int:
   check=_check_size,
   distribution="uniform(0, 1)",
   is_exact=True,
-  shared_bits=lambda size, *, dtype=None, **_: _words(size, dtype),
+  by_element=True,
 )
 def _rand(key, size, *, names=None, dtype=None):
   dtype = require_float("rand", dtype_or(dtype, default_float()), True)
   return samplers.uniform(key, size, dtype)
 
 
-@_sampler(aten.rand_like, distribution="uniform(0, 1)", is_exact=True)
+@_sampler(aten.rand_like, distribution="uniform(0, 1)", is_exact=True, by_element=True)
 def _aten_rand_like(key, self, *, dtype=None):
   dtype = require_float("rand_like", dtype_or(dtype, self.dtype), True)
   return samplers.uniform(key, self.shape, dtype)
@@ -74,14 +61,14 @@ def _aten_rand_like(key, self, *, dtype=None):
   aten.randn,
   check=_check_size,
   distribution="normal(0, 1)",
-  shared_bits=lambda size, *, dtype=None, **_: _words(size, dtype),
+  by_element=True,
 )
 def _aten_randn(key, size, *, names=None, dtype=None):
   dtype = require_float("randn", dtype_or(dtype, default_float()), True)
   return samplers.normal(key, size, dtype)
 
 
-@_sampler(aten.randn_like, distribution="normal(0, 1)")
+@_sampler(aten.randn_like, distribution="normal(0, 1)", by_element=True)
 def _aten_randn_like(key, self, *, dtype=None):
   dtype = require_float("randn_like", dtype_or(dtype, self.dtype), True)
   return samplers.normal(key, self.shape, dtype)
@@ -90,7 +77,7 @@ def _aten_randn_like(key, self, *, dtype=None):
 @_sampler(
   aten.uniform,
   check=lambda self, from_=0.0, to=1.0, **_: require_interval(from_, to, self.dtype),
-  shared_bits=lambda self, *bounds: _words(self.shape, mappings.j2t_dtype(self.dtype)),
+  by_element=True,
 )
 def _aten_uniform(key, self, from_=0.0, to=1.0):
   dtype = require_float("uniform_", self.dtype, True)
@@ -101,7 +88,7 @@ def _aten_uniform(key, self, from_=0.0, to=1.0):
   aten.normal_functional,
   check=lambda self, mean=0.0, std=1.0, **_: require_std(std),
   distribution="normal",
-  shared_bits=lambda self, *given: _words(self.shape, mappings.j2t_dtype(self.dtype)),
+  by_element=True,
 )
 def _aten_normal_functional(key, self, mean=0.0, std=1.0):
   return samplers.normal(
@@ -139,7 +126,7 @@ def _aten_normal_float_Tensor(key, mean, std):
   return _normal_of_tensors(key, mean, std, require_float("normal", std.dtype))
 
 
-@_sampler(aten.normal.float_float, check=_check_normal_factory)
+@_sampler(aten.normal.float_float, check=_check_normal_factory, by_element=True)
 def _aten_normal_float_float(key, mean, std, size, *, dtype=None):
   dtype = require_float("normal", dtype_or(dtype, default_float()), True)
   return samplers.normal(key, size, dtype, mean, std)
@@ -165,13 +152,12 @@ def _integers(key, shape, dtype, low, high):
 def _integer_sampler(*ops, low="low", high="high", **options):
   prepare = _numbers.integers(low, high)
   options.setdefault("distribution", "integers")
-  return _sampler(*ops, prepare=prepare, is_exact=True, **options)
+  return _sampler(*ops, prepare=prepare, is_exact=True, by_element=True, **options)
 
 
 @_integer_sampler(
   aten.randint,
   check=_check_randint,
-  shared_bits=lambda *args, dtype=None: _words_of_integers(args[-1]),
 )
 def _aten_randint(key, *args, dtype=None):
   low, high, size = args if len(args) == 3 else (0, *args)
@@ -221,7 +207,7 @@ def _random_bound(dtype) -> int:
   return 2 ** (jnp.finfo(dtype).nmant + 1) + 1
 
 
-@_sampler(aten.random.default, distribution="integers")
+@_sampler(aten.random.default, distribution="integers", by_element=True)
 def _aten_random(key, self):
   dtype = require_real("random_", self.dtype)
   return samplers.integers(key, self.shape, dtype, 0, _random_bound(dtype))
@@ -254,7 +240,7 @@ def _aten_random_from(key, self, from_, to):
 # Bernoulli and dropout -------------------------------------------------------------
 
 
-@_sampler(aten.bernoulli.default)
+@_sampler(aten.bernoulli.default, by_element=True)
 def _aten_bernoulli(key, self):
   dtype = require_float("bernoulli", self.dtype)
   return _bernoulli(key, self.shape, self, dtype)
@@ -282,13 +268,14 @@ def _check_p(self, p=0.5, **_):
 
 
 # The host prepares a number, since float32 would round 1 - 1e-8 to 1.
-@_sampler(aten.bernoulli.Tensor, check=_check_p)
+@_sampler(aten.bernoulli.Tensor, check=_check_p, by_element=True)
 @_sampler(
   aten.bernoulli.p,
   static=("p",),
   prepare=_numbers.probability("p", is_kept=True),
   check=_check_p,
   is_exact=True,
+  by_element=True,
 )
 def _aten_bernoulli_p(key, self, p=0.5):
   dtype = require_real("bernoulli_", self.dtype)
@@ -311,6 +298,7 @@ prepare_dropout = _numbers.probability("p", scales=True)
   check=_check_dropout,
   distribution="dropout",
   is_exact=True,
+  by_element=True,
 )
 def _aten_native_dropout(key, input, p, train=True):
   """Apply dropout; `train=None` means training, `train=False` keeps everything.
@@ -340,6 +328,7 @@ def _aten_native_dropout_backward(grad_output, mask, scale):
   static=("p",),
   prepare=_numbers.probability("p", is_kept=True, scales=True),
   is_exact=True,
+  by_element=True,
 )
 def _aten__fused_dropout(key, self, p):
   """Apply dropout; `p` is the probability to keep, and the mask is uint8."""
@@ -366,7 +355,7 @@ def _check_exponential(self, lambd=1.0, **_):
     raise RuntimeError(f"exponential_ expects lambda > 0.0, but found {lambd}.")
 
 
-@_sampler(aten.exponential, check=_check_exponential)
+@_sampler(aten.exponential, check=_check_exponential, by_element=True)
 def _aten_exponential(key, self, lambd=1.0):
   dtype = require_float("exponential_", self.dtype, error=RuntimeError)
   return samplers.exponential(key, self.shape, dtype, rate=lambd)
@@ -377,7 +366,7 @@ def _check_cauchy(self, median=0.0, sigma=1.0, **_):
     raise RuntimeError(f"cauchy_ expects sigma > 0.0, but found sigma={sigma}.")
 
 
-@_sampler(aten.cauchy, check=_check_cauchy)
+@_sampler(aten.cauchy, check=_check_cauchy, by_element=True)
 def _aten_cauchy(key, self, median=0.0, sigma=1.0):
   dtype = require_float("cauchy_", self.dtype, error=RuntimeError)
   return samplers.cauchy(key, self.shape, dtype, median, sigma)
@@ -388,7 +377,7 @@ def _check_log_normal(self, mean=1.0, std=2.0, **_):
     raise RuntimeError(f"log_normal_ expects std > 0.0, but found std={std}.")
 
 
-@_sampler(aten.log_normal, check=_check_log_normal)
+@_sampler(aten.log_normal, check=_check_log_normal, by_element=True)
 def _aten_log_normal(key, self, mean=1.0, std=2.0):
   dtype = require_float("log_normal_", self.dtype)
   return samplers.log_normal(key, self.shape, dtype, mean, std)
@@ -399,7 +388,7 @@ def _check_geometric(self, p, **_):
     raise RuntimeError(f"geometric_ expects p to be in (0, 1), but got p={p}.")
 
 
-@_sampler(aten.geometric, check=_check_geometric)
+@_sampler(aten.geometric, check=_check_geometric, by_element=True)
 def geometric(key, self, p):
   dtype = require_real("geometric_", self.dtype, bool_ok=False)
   return samplers.geometric(key, self.shape, dtype, p)
