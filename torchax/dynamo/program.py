@@ -107,8 +107,7 @@ class Program:
     self._inputs = inputs(module.graph)
     self._numbers = list(filter(is_number, module.graph.nodes))
     _require_runnable([n for n in module.graph.nodes if not is_number(n)])
-    changed, values = _remove_changes(module.graph, self._inputs)
-    self._changed = changed
+    self._changed, values = _remove_changes(module.graph, self._inputs)
     results = [*results_of(module.graph), *values]
     self._outputs = Outputs(results, self._inputs, visible)
     is_rng = [node.name == keys.rng for node in self._inputs]
