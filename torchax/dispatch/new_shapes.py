@@ -62,7 +62,7 @@ def with_warmup(
     return result if (result.dtype, result.shape) == write[1:] else None
 
   def draw(key, count, *operands):
-    given = (key, count), operands[start:]
+    given = key, count, operands[start:]
     return unless_cast(_draw_flat(lowering, static_key, *given, compiled))
 
   def run(operands):
@@ -134,16 +134,14 @@ def _kind_of_key(key: jax.Array) -> tuple:
 
 
 def _draw_flat(
-  lowering: Lowering, static_key, draw: tuple, operands, compiled: Callable
+  lowering: Lowering, static_key, key, count, operands, compiled: Callable
 ):
   """Return the first elements of a flat draw; None if the program must run.
 
   Args:
     lowering, static_key, compiled: see `with_warmup`.
-    draw: key and count.
-    operands: the other operands.
+    key, count, operands: operands of the program, without a base.
   """
-  key, count = draw
   prepared = numpy_fallback.as_numpy_operands(operands)
   if prepared is None or not _is_on_one_cpu(key):
     return None
