@@ -113,6 +113,7 @@ def _dropout(input, p=0.5, training=True, inplace=False):
   _check(p)
   if not training or p == 0.0 or not input.numel():
     return input
+  p = float(p)  # may be a tensor
   if torch.is_grad_enabled() and input.requires_grad:
     result = torch_compat.apply_function(_Dropout, input, p, None)
   else:

@@ -52,6 +52,8 @@ def _one_hot(input, num_classes=-1):
       )
     # As in torch, the number of classes is a shape, so wait for the data.
     num_classes = int(input.max()) + 1
+  if isinstance(num_classes, torch.Tensor):
+    num_classes = num_classes.item()
   return input._env.functions.call(_one_hot_of, input, num_classes, rules=_class_rules)
 
 
@@ -143,6 +145,7 @@ _slopes = aten.rrelu_with_noise_functional.default
 
 @register_function(torch.rrelu, kind=Kind.TENSORS)
 def _torch_rrelu(input, lower=1 / 8, upper=1 / 3, training=False, generator=None):
+  lower, upper = float(lower), float(upper)  # may be tensors
   if not training:
     return aten.rrelu_with_noise(input, input.detach(), lower, upper, False)
   values = input.detach()
