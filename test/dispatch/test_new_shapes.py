@@ -1,4 +1,4 @@
-"""Draws with new shapes: the first elements of flat draws, which shapes share."""
+"""Draws and pointwise operations with new shapes, by flat arrays that shapes share."""
 
 import itertools
 
@@ -142,3 +142,94 @@ def test_keys_without_flat_draws_use_one_program(other, monkeypatch):
     with env.rng_scope(other()):
       found.append(F.dropout(x, 0.3).cpu())
   assert torch.equal(*found)
+
+
+# --- Pointwise operations -------------------------------------------------------------
+
+
+def numbers(n: int, dtype=torch.float32):
+  values = torch.arange(n * 5).reshape(n, 5) * 7919 % 251 - 125
+  return (values / 37).to(dtype).to("jax")
+
+
+POINTWISE = {
+  "exp": torch.exp,
+  "gelu of a view": lambda x: F.gelu(x.t()[1:]),
+  "tanh of numbers with two dimensions": lambda x: x[:, :, None].tanh(),
+  "three tensors": lambda x: torch.addcmul(x, x + 1, x / 3),
+  "a tensor without dimensions": lambda x: torch.atan2(
+    x.half(), torch.tensor(0.7, device="jax")
+  ),
+  "a number": lambda x: torch.clamp(x.half(), min=0.1),
+  "a power": lambda x: x**3,
+  "in place": lambda x: x.clone().sin_(),
+  "in place, into another dtype": lambda x: x.half().mul_(x),
+  "a comparison": lambda x: x.bfloat16() > (x * x).bfloat16(),
+  "a cast": lambda x: x.to(torch.bfloat16),
+  "complex": lambda x: torch.complex(x, x).sqrt(),
+  "integers": lambda x: x.int().bitwise_xor(x.t().int().t()),
+  "gradient": lambda x: torch.ops.aten.hardtanh_backward(x, x, -1, 1),
+}
+
+
+@cpu_only("pointwise operations have flat arrays on CPU devices only")
+@pytest.mark.parametrize("function", POINTWISE.values(), ids=POINTWISE)
+@pytest.mark.parametrize("with_x64", [False, True])
+def test_flat_results_equal_those_of_one_program(function, with_x64, monkeypatch):
+  run_flat, flat_results = new_shapes._run_flat, []
+
+  def spy(*args):
+    flat_results.append(run_flat(*args))
+    return flat_results[-1]
+
+  monkeypatch.setattr(new_shapes, "_run_flat", spy)
+  with jax.enable_x64(with_x64):
+    x = numbers(next(SIZE))
+    monkeypatch.setattr(new_shapes, "FEW", 0)
+    flat = function(x)
+    assert any(result is not None for result in flat_results)
+    monkeypatch.setattr(new_shapes, "FEW", 1_000_000)
+    alone = function(x)
+    assert flat.dtype == alone.dtype
+    assert torch.equal(flat.cpu(), alone.cpu())
+
+
+def test_results_of_broadcasting_are_those_of_one_program(monkeypatch):
+  """XLA multiplies by the reciprocal of a divisor that it broadcasts."""
+  x = numbers(next(SIZE))
+  monkeypatch.setattr(new_shapes, "FEW", 0)
+  first = torch.addcdiv(x, x, x[:1] + 7)
+  monkeypatch.setattr(new_shapes, "FEW", 1_000_000)
+  assert torch.equal(first.cpu(), torch.addcdiv(x, x, x[:1] + 7).cpu())
+
+
+@cpu_only("pointwise operations have flat arrays on CPU devices only")
+@pytest.mark.parametrize("function", [torch.erf, lambda x: x.erf_()], ids=["", "_"])
+def test_pointwise_operations_compile_for_few_shapes(function):
+  torchax.clear_caches()
+  counts = []
+  for _ in range(new_shapes.FEW + 4):
+    x = ones(next(SIZE))
+    with compile_events.recorded() as events:
+      function(x)
+    counts.append(len(events))
+  assert counts[: new_shapes.FEW] == [1] * new_shapes.FEW
+  assert counts[new_shapes.FEW + 1 :] == [0, 0, 0]
+
+
+def test_frequent_shapes_of_pointwise_operations_get_one(monkeypatch):
+  monkeypatch.setattr(new_shapes, "FEW", 0)
+  monkeypatch.setattr(new_shapes, "OFTEN", 3)
+  torchax.clear_caches()
+  x, counts = ones(next(SIZE)), []
+  for _ in range(6):
+    with compile_events.recorded() as events:
+      torch.erfc(x)
+    counts.append(len(events))
+  assert counts == [1, 0, 0, 1, 0, 0]
+
+
+def test_shapes_that_do_not_match_raise_the_error_of_torch(monkeypatch):
+  monkeypatch.setattr(new_shapes, "FEW", 0)
+  with pytest.raises(RuntimeError, match="size of tensor a"):
+    torch.atan2(ones(3), torch.ones(3, 4, device="jax"))

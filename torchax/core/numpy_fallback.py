@@ -26,16 +26,18 @@ CALL, PROGRAM = 2**17, 2**25
 # Largest size of the arguments of a call; above it a program is faster.
 MOST_BYTES = 2**24
 _MOST_SHAPES = 4096
+_NUMBERS = (bool, int, float, complex)
 _shape = operator.attrgetter("shape")
 
 
-def with_warmup(program: Program, on_host: Callable) -> Program:
+def with_warmup(program: Program, on_host: Callable, cost: int = CALL) -> Program:
   """Wrap a program to run in numpy until that has cost as much as compiling.
 
   Args:
     program: the compiled function, with `in_traces`.
-    on_host: the same function of a list of numpy operands. It returns a numpy array,
-      or None to run the program instead.
+    on_host: the same function of a list of numpy arrays and Python numbers. It returns
+      a numpy array, or None to run the program instead.
+    cost: cost of a call of `on_host`, in bytes, as `CALL`.
   """
   # Cost so far in numpy, by shapes; and the shapes that run as a program.
   cost_by_shapes: BoundedCache[tuple, int] = BoundedCache(_MOST_SHAPES)
@@ -52,7 +54,7 @@ def with_warmup(program: Program, on_host: Callable) -> Program:
     if paid < PROGRAM:
       result = run_in_numpy(on_host, operands)
       if result is not None:
-        cost_by_shapes[shapes] = paid + CALL + result.nbytes
+        cost_by_shapes[shapes] = paid + cost + result.nbytes
         return result
     if len(compiled) >= _MOST_SHAPES:
       compiled.clear()
@@ -65,7 +67,7 @@ def with_warmup(program: Program, on_host: Callable) -> Program:
 
 
 def as_numpy_operands(operands) -> tuple[list, SingleDeviceSharding | None] | None:
-  """Return operands as numpy arrays that share memory, and the result's sharding.
+  """Return arrays as numpy arrays that share memory, and the result's sharding.
 
   Args:
     operands: arrays, numbers, and (array, starts) for views with starts as operands.
@@ -88,7 +90,7 @@ def as_numpy_operands(operands) -> tuple[list, SingleDeviceSharding | None] | No
         if sharding is not None and sharding != array.sharding:
           return None
         sharding = array.sharding
-    values = np.asarray(array)
+    values = array if type(array) in _NUMBERS else np.asarray(array)
     arrays.append((values, *starts) if starts else values)
   return arrays, sharding
 

@@ -1,10 +1,10 @@
 """Fallbacks for shapes that are new, until they are seen often enough to compile.
 
 Both have the same bits as the program. numpy computes small arrays on the host
-(`core/numpy_fallback.py`). A sampler draws a flat array, whose size is a power of two,
-and returns its first elements. Draws of many shapes share that program. Shapes that are
-seen often get a program of their own, which is faster to call. `programs.py` adds the
-fallbacks.
+(`core/numpy_fallback.py`). Samplers, and pointwise operations that have seen several
+shapes, compute a flat array whose size is a power of two, and return its first
+elements. Many shapes share that program. Shapes that are seen often get a program of
+their own, which is faster to call. `programs.py` adds the fallbacks.
 """
 
 import functools
@@ -28,10 +28,13 @@ from torchax.dispatch.operands import Flattener, tensor_parts
 from torchax.registry.operators import Operator
 from torchax.rng import threefry
 
-# A flat draw takes about 0.1 ms more than the program of a shape.
+# Number of calls with a flat array, each about 0.2 ms slower than the program of its
+# shape, that take as long as compiling that program.
 OFTEN = 64
+# Shapes of a pointwise operation that are compiled before others are flat.
+FEW = 8
 _MOST_SHAPES = 4096
-# Smallest and largest number of elements of a flat draw.
+# Smallest and largest number of elements of a flat array.
 LEAST_ELEMENTS, MOST_ELEMENTS = 2**10, 2**20
 
 
@@ -62,16 +65,30 @@ def with_warmup(
     return result if (result.dtype, result.shape) == write[1:] else None
 
   def draw(key, count, *operands):
-    given = key, count, operands[start:]
-    return unless_cast(_draw_flat(lowering, static_key, *given, compiled))
+    prepared = numpy_fallback.as_numpy_operands(operands[start:])
+    if prepared is None or not _is_on_one_cpu(key):
+      return None
+    values, sharding = prepared
+    drawn = _run_flat(lowering, static_key, (key, count), values, compiled)
+    return unless_cast(jax.tree.map(lambda a: placement.from_host(a, sharding), drawn))
 
   def run(operands):
-    given = lowering.flattener, static_key, operands[start:]
-    return unless_cast(_run_on_host(on_host, *given))
+    given, result = operands[start:], None
+    if on_host is not None:
+      result = _run_on_host(on_host, lowering.flattener, static_key, given)
+    if result is None and lowering.is_pointwise:
+      if lowering.shapes_compiled >= FEW:
+        result = _run_flat(lowering, static_key, (), given, compiled)
+      lowering.shapes_compiled += result is None
+    return unless_cast(result)
 
   if operator.draw.by_element:
     return _with_flat_draws(program, draw)
-  return program if on_host is None else numpy_fallback.with_warmup(program, run)
+  if on_host is not None:
+    return numpy_fallback.with_warmup(program, run)
+  if lowering.is_pointwise:
+    return numpy_fallback.with_warmup(program, run, numpy_fallback.PROGRAM // OFTEN)
+  return program
 
 
 def run_in_numpy(operator: Operator, flattener: Flattener, static_key, operands):
@@ -133,53 +150,55 @@ def _kind_of_key(key: jax.Array) -> tuple:
   return kind
 
 
-def _draw_flat(
-  lowering: Lowering, static_key, key, count, operands, compiled: Callable
+def _run_flat(
+  lowering: Lowering, static_key, drawn: tuple, operands, compiled: Callable
 ):
-  """Return the first elements of a flat draw; None if the program must run.
+  """Return the first elements of flat results, as numpy arrays.
+
+  None if the program must run.
 
   Args:
     lowering, static_key, compiled: see `with_warmup`.
-    key, count, operands: operands of the program, without a base.
+    drawn: key and count of a draw, or empty.
+    operands: the other operands of the program, without a base, as numpy arrays and
+      numbers.
   """
-  prepared = numpy_fallback.as_numpy_operands(operands)
-  if prepared is None or not _is_on_one_cpu(key):
-    return None
-  values, sharding = prepared
   # Part of the key -> (index of its operand, tensor).
   tensors = {
-    part: (index, np.asarray(static_key[part].view_numpy(values[index])))
+    part: (index, np.asarray(static_key[part].view_numpy(operands[index])))
     for part, index in tensor_parts(static_key)
   }
   size = _part_of_size(lowering.flattener.names, static_key)
   if size is None:
-    shapes = {tensor.shape for _, tensor in tensors.values()}
+    # A tensor without dimensions stays one: it does not promote others.
+    shapes = {tensor.shape for _, tensor in tensors.values()} - {()} or {()}
     if len(shapes) != 1:
-      return None
+      return None  # XLA rounds differently if it broadcasts a divisor
     (shape,) = shapes
   else:
     given = static_key[size]
     shape = given.value if type(given) is StaticValue else given[1:]
   elements = math.prod(shape)
   number = max(LEAST_ELEMENTS, 1 << max(elements - 1, 0).bit_length())
-  if number > MOST_ELEMENTS or not threefry.is_addressable(key, (number,)):
+  if not elements or number > MOST_ELEMENTS:
+    return None
+  if drawn and not threefry.is_addressable(drawn[0], (number,)):
     return None
   flat_key, flat = list(static_key), list(operands)
   for part, (index, tensor) in tensors.items():
-    # The draw has the size of an argument, or of its tensors.
-    flat[index] = np.zeros(number if size is None else (), tensor.dtype)
-    if size is None:
-      flat[index][:elements] = tensor.ravel()
     flat_key[part] = WHOLE
+    if size is not None:
+      flat[index] = np.zeros((), tensor.dtype)  # only its dtype counts
+    elif tensor.shape == shape:
+      flat[index] = np.full(number, tensor.flat[0], tensor.dtype)
+      flat[index][:elements] = tensor.ravel()
+    else:
+      flat[index] = tensor
   if size is not None:
     flat_key[size] = StaticValue((number,))
-  drawn = compiled(tuple(flat_key))(key, count, *flat)
-
-  def first(array):
-    values = np.asarray(array)[:elements].reshape(shape)
-    return placement.from_host(values.copy(), sharding)
-
-  return jax.tree.map(first, drawn)
+  results = compiled(tuple(flat_key))(*drawn, *flat)
+  first = lambda array: np.asarray(array)[:elements].reshape(shape).copy()  # noqa: E731
+  return jax.tree.map(first, results)
 
 
 def _part_of_size(names, static_key) -> int | None:

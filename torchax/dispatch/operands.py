@@ -241,9 +241,10 @@ class Flattener:
 
   def rebuild_on_host(self, static_key: tuple, operands) -> tuple[list, dict]:
     """Return the arguments as numpy arrays; numpy takes views without a copy."""
+    numbers = [np.asarray(x) if type(x) in NUMBERS else x for x in operands]
     # numpy gives scalars for single elements
     return _rebuild(
-      static_key, operands, lambda chain, x: np.asarray(chain.view_numpy(x))
+      static_key, numbers, lambda chain, x: np.asarray(chain.view_numpy(x))
     )
 
 

@@ -23,6 +23,20 @@ _FUNCTIONAL_FORMS = present(
   }
 )
 
+# Pointwise operations that torch does not mark as such.
+_UNMARKED = present(
+  [
+    aten._to_copy.default,
+    aten.hardswish.default,
+    aten.hardswish_backward.default,
+    aten.hardsigmoid_backward.default,
+    aten.hardtanh_backward.default,
+    aten.leaky_relu_backward.default,
+    aten.elu_backward.default,
+    aten.softplus_backward.default,
+  ]
+)
+
 _SCALAR_TYPES = ("number", "float", "Scalar")
 _DYNAMIC_TYPES = ("Tensor", *_SCALAR_TYPES)
 
@@ -40,6 +54,8 @@ class Schema:
     is_view: a result aliases an argument and nothing is written. `_unsafe_view` counts
       although its schema has no alias: composite operations write through it.
     is_random: the operation draws from a generator.
+    is_pointwise: torch says that each element of the only result depends on elements at
+      the same place.
   """
 
   names: tuple[str, ...]
@@ -49,6 +65,7 @@ class Schema:
   outputs: tuple[str, ...]
   is_view: bool
   is_random: bool
+  is_pointwise: bool
 
 
 def _kind(argument) -> str:
@@ -71,6 +88,8 @@ def schema_of(op: OpOverload) -> Schema:
     outputs=tuple(a.name for a in arguments if a.is_out),
     is_view=(aliased and not written) or op is aten._unsafe_view.default,
     is_random=torch.Tag.nondeterministic_seeded in op.tags,
+    is_pointwise=op in _UNMARKED
+    or (torch.Tag.pointwise in op.tags and len(op._schema.returns) == 1),
   )
 
 
