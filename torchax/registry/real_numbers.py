@@ -48,7 +48,8 @@ _PYTHON_OPERATORS = ("aten.remainder", "aten.fmod", "aten.div", "aten.floor_divi
 
 def may_refuse_complex(name: str) -> bool:
   """Return True if the overload of this name may raise for complex numbers."""
-  return name.rpartition(".")[0] in REAL or name in _ROUNDING_DIVISIONS
+  packet = name.rpartition(".")[0].replace("._foreach_", ".")
+  return packet in REAL or name in _ROUNDING_DIVISIONS
 
 
 def require(name: str, args, kwargs) -> None:

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 import torchax
 from torchax.compat import torch_compat
-from torchax.errors import MixedDeviceError
+from torchax.errors import MixedDeviceError, WrongDtypeError
 from torchax.interop import jax_jit
 from torchax.ops.jaten import foreach
 from torchax.tensor import Tensor
@@ -311,6 +311,26 @@ def test_arguments_invalid_in_torch_raise(call):
     call(lambda tree: tree)
   with pytest.raises(RuntimeError):
     call(to_jax)
+
+
+@pytest.mark.parametrize("name", ["round", "sign", "max", "ceil"])
+def test_complex_numbers_are_refused(name):
+  with pytest.raises(WrongDtypeError, match="complex"):
+    getattr(torch, f"_foreach_{name}")([torch.ones(2, dtype=c64, device="jax")])
+
+
+@pytest.mark.parametrize(
+  "call",
+  [
+    lambda x: torch._foreach_clamp_max([x], 1j),
+    lambda x: torch.clamp_max(x, 1j),
+    lambda x: torch.clamp_min(x, 1j),
+  ],
+)
+def test_complex_bounds_raise_the_error_of_torch(call):
+  for x in (ONES, to_jax(ONES)):
+    with pytest.raises(NotImplementedError, match="clamp is not supported for complex"):
+      call(x)
 
 
 def test_failed_write_changes_nothing():

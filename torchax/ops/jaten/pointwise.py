@@ -231,18 +231,24 @@ def _check_clamp(self, min=None, max=None):
       require_fit(bound, self.dtype)
 
 
+def _check_bound(self, bound):
+  if type(bound) is complex:
+    raise NotImplementedError("clamp is not supported for complex types")
+  _check_clamp(self, bound)
+
+
 @op(aten.clamp, aten.clip, check=_check_clamp)
 def _aten_clamp(self, min=None, max=None):
   """Clamp to [min, max]; max wins if min > max, and NaN in any operand is kept."""
   return _clamp(self, min, max)
 
 
-@op(aten.clamp_min, check=_check_clamp)
+@op(aten.clamp_min, check=lambda self, min: _check_bound(self, min))
 def _aten_clamp_min(self, min):
   return _clamp(self, min, None)
 
 
-@op(aten.clamp_max, check=lambda self, max: _check_clamp(self, max=max))
+@op(aten.clamp_max, check=lambda self, max: _check_bound(self, max))
 def _aten_clamp_max(self, max):
   return _clamp(self, None, max)
 
