@@ -5,6 +5,7 @@ import warnings
 import compile_events
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -334,3 +335,69 @@ def test_reads_of_views_compile_nothing_while_shapes_are_new():
   assert torch.equal(length.cpu(), torch.arange(3, 3 + 2 * len(x), 2))
   for view, read in zip(found, reads, strict=True):
     assert torch.equal(view, read(x))
+
+
+# --- Writes to views ------------------------------------------------------------------
+
+WRITES = {
+  "a row": lambda x: x[3].copy_(x[0]),
+  "an element": lambda x: x[2, 1].fill_(5),
+  "a column": lambda x: x[:, 2].add_(1),
+  "rows": lambda x: x[1:3].mul_(x[4:6]),
+  "every other row": lambda x: x[::2].fill_(4),
+  "a transposed view": lambda x: x.t()[1:].neg_(),
+  "a flat view": lambda x: x.view(-1)[3:9].sub_(1),
+  "a longer view": lambda x: x[:1].unsqueeze(-1).mul_(2),
+  "a mask": lambda x: x[1:].masked_fill_(x[1:] > 3, -1),
+  "integers": lambda x: x[1].copy_(torch.arange(4, device=x.device)),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_writes_to_views_equal_those_of_the_program(write, monkeypatch):
+  x = given(next(SIZE), 4) / 8
+  first, second = x.to("jax"), x.to("jax")
+  old = first.jax()
+  with compile_events.recorded() as events:
+    write(first)
+  assert not events
+  assert np.array_equal(old, x)
+  monkeypatch.setattr(numpy_fallback, "PROGRAM", 1)
+  write(second)
+  write(x)
+  assert torch.equal(first.cpu(), x)
+  assert torch.equal(second.cpu(), x)
+
+
+OTHER_WRITES = {
+  "repeated elements": lambda x: x[:1].expand(3, 4).fill_(2),
+  "a diagonal": lambda x: x.diagonal().fill_(3),
+  "strides": lambda x: x.as_strided((2,), (3,)).fill_(9),
+  "bits": lambda x: x[1:].view(torch.int32).fill_(1),
+  "no element": lambda x: x[:0].fill_(1),
+  "a cast": lambda x: x[0].copy_(x[1].half()),
+}
+
+
+@pytest.mark.parametrize("write", OTHER_WRITES.values(), ids=OTHER_WRITES)
+def test_other_writes_equal_those_of_torch(write):
+  x = given(next(SIZE), 4) / 8
+  there = x.to("jax")
+  write(there)
+  write(x)
+  assert torch.equal(there.cpu(), x)
+
+
+def test_writes_of_a_loop_go_to_the_host():
+  """Slices of one form have their starts as operands after some calls."""
+  x = given(next(SIZE), 4)
+  there, column = x.to("jax"), x.to("jax")[:, 0]
+  with compile_events.recorded() as events:
+    for n in range(14):
+      there[n] += n
+      column[n].fill_(n)
+  assert not events
+  for n in range(14):
+    x[n] += n
+  assert torch.equal(there.cpu(), x)
+  assert column[:14].tolist() == list(range(14))

@@ -80,7 +80,7 @@ class MovingInfo(ViewInfo):
   def view_numpy(self, array: np.ndarray) -> np.ndarray:
     start, length = self.start, self.length
     part = start if length is None else slice(start, start + length)
-    return array[(slice(None),) * self.dim + (part,)]
+    return array[(slice(None),) * self.dim + (part, ...)]
 
   def update_tensor(self, new_value: jax.Array, jax_array: jax.Array) -> jax.Array:
     if self.length is None:
@@ -187,6 +187,10 @@ class MovingChain:
     base, starts = base_and_starts
     return self._at(starts).view_numpy(base)
 
+  def write_numpy(self, base_and_starts, value: np.ndarray) -> np.ndarray | None:
+    base, starts = base_and_starts
+    return self._at(starts).write_numpy(base, value)
+
   def write(self, base_and_starts, value: jax.Array) -> jax.Array:
     base, starts = base_and_starts
     return self._at(starts).write(base, value)
@@ -286,8 +290,24 @@ class Chain:
     """Return the base array after writing `value`, of the view's shape, to the view."""
     return _write_through(self.infos, base, value)
 
+  def write_numpy(self, base: np.ndarray, value: np.ndarray) -> np.ndarray | None:
+    """Do as `write` on the host; None if numpy copies the view or the base is large."""
+    if not numpy_fallback.is_small([base]):
+      return None
+    written = base.copy()
+    view = self.view_numpy(written)
+    if not (view.flags.writeable and np.may_share_memory(view, written)):
+      return None
+    view[...] = value
+    return written
+
   def __repr__(self):
     return f"Chain{self.infos}"
+
+
+def can_write_numpy(chain: Chain | MovingChain) -> bool:
+  """Return True unless a step converts elements or makes a detour through JAX."""
+  return all(info.picks and info.is_of_numpy for info in chain.infos)
 
 
 def _forget_callback(chain: Chain, info: ViewInfo) -> Callable:

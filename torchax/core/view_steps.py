@@ -100,6 +100,11 @@ class ViewInfo:
     with jax.ensure_compile_time_eval():  # also while JAX is tracing
       return np.asarray(self.transform_tensor(jnp.asarray(array)))
 
+  @property
+  def is_of_numpy(self) -> bool:
+    """True if `view_numpy` makes no detour through JAX."""
+    return type(self).view_numpy is not ViewInfo.view_numpy
+
   def calculate_output_shape(self, source: jax.Array) -> list[int]:
     """Return the shape of the view of an array.
 
@@ -232,7 +237,7 @@ class IndexInfo(ViewInfo):
     return lax.index_in_dim(jax_array, self.index, self.dim, keepdims=False)
 
   def view_numpy(self, array: np.ndarray) -> np.ndarray:
-    return array[(slice(None),) * self.dim + (self.index,)]
+    return array[(slice(None),) * self.dim + (self.index, ...)]
 
   def update_tensor(self, new_value: jax.Array, jax_array: jax.Array) -> jax.Array:
     return put_slice(

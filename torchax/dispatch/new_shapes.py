@@ -18,7 +18,7 @@ import numpy as np
 from torchax.compat import jax_compat
 from torchax.core import numpy_fallback
 from torchax.core.bounded_cache import BoundedCache
-from torchax.core.chains import WHOLE
+from torchax.core.chains import WHOLE, can_write_numpy
 from torchax.core.numpy_fallback import shape_of
 from torchax.core.program_limit import Program
 from torchax.core.static_values import StaticValue
@@ -43,8 +43,8 @@ def with_warmup(
 ) -> Program:
   """Return the program, with the operator's fallback for new shapes around it.
 
-  A fallback computes an in-place operation only for a target that is no view, and that
-  has the dtype and shape of the result.
+  A fallback computes an in-place operation only for a target that has the dtype and
+  shape of the result, and if numpy can write to its view.
 
   Args:
     program: compiled function of operands, with `in_traces`.
@@ -56,21 +56,28 @@ def with_warmup(
   operator = lowering.operator
   on_host = operator.execution.on_host
   start = int(write is not None)
-  if write is not None and write[0] is not WHOLE:
+  # The writes of a list of tensors are tuples.
+  if write is not None and (type(write[0]) is tuple or not can_write_numpy(write[0])):
     return program
 
-  def unless_cast(result):
+  def written(operands, result):
+    """Return the result, or the base with the result; None if it must be cast."""
     if write is None or result is None:
       return result
-    return result if (result.dtype, result.shape) == write[1:] else None
+    chain, *of_target = write
+    if [result.dtype, result.shape] != of_target:
+      return None
+    return result if chain is WHOLE else chain.write_numpy(operands[0], result)
 
   def draw(key, count, *operands):
-    prepared = numpy_fallback.as_numpy_operands(operands[start:])
+    prepared = numpy_fallback.as_numpy_operands(operands)
     if prepared is None or not _is_on_one_cpu(key):
       return None
     values, sharding = prepared
-    drawn = _run_flat(lowering, static_key, (key, count), values, compiled)
-    return unless_cast(jax.tree.map(lambda a: placement.from_host(a, sharding), drawn))
+    given = key, count
+    drawn = _run_flat(lowering, static_key, given, values[start:], compiled)
+    results = written(values, drawn)
+    return jax.tree.map(lambda array: placement.from_host(array, sharding), results)
 
   def run(operands):
     given, result = operands[start:], None
@@ -80,7 +87,7 @@ def with_warmup(
       if lowering.shapes_compiled >= FEW:
         result = _run_flat(lowering, static_key, (), given, compiled)
       lowering.shapes_compiled += result is None
-    return unless_cast(result)
+    return written(operands, result)
 
   if operator.draw.by_element:
     return _with_flat_draws(program, draw)
