@@ -160,6 +160,8 @@ POINTWISE = {
   "a tensor without dimensions": lambda x: torch.atan2(
     x.half(), torch.tensor(0.7, device="jax")
   ),
+  "a quotient of integers": lambda x: x.int() / 2.5 + x.short() / 3,
+  "powers of a number": lambda x: 2.5 ** x.short(),
   "a number": lambda x: torch.clamp(x.half(), min=0.1),
   "a power": lambda x: x**3,
   "in place": lambda x: x.clone().sin_(),

@@ -90,9 +90,16 @@ def as_numpy_operands(operands) -> tuple[list, SingleDeviceSharding | None] | No
         if sharding is not None and sharding != array.sharding:
           return None
         sharding = array.sharding
-    values = array if type(array) in _NUMBERS else np.asarray(array)
+    values = array if _is_number(array) else np.asarray(array)
     arrays.append((values, *starts) if starts else values)
   return arrays, sharding
+
+
+def _is_number(operand) -> bool:
+  """Return True for a Python number, also as an array with the type of one."""
+  if type(operand) is jax_compat.ArrayImpl:
+    return operand.weak_type and not operand.shape
+  return type(operand) in _NUMBERS
 
 
 def run_in_numpy(on_host: Callable, operands) -> jax.Array | None:

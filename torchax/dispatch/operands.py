@@ -241,11 +241,9 @@ class Flattener:
 
   def rebuild_on_host(self, static_key: tuple, operands) -> tuple[list, dict]:
     """Return the arguments as numpy arrays; numpy takes views without a copy."""
-    numbers = [np.asarray(x) if type(x) in NUMBERS else x for x in operands]
+    arrays = [x if type(x) is tuple else np.asarray(x) for x in operands]
     # numpy gives scalars for single elements
-    return _rebuild(
-      static_key, numbers, lambda chain, x: np.asarray(chain.view_numpy(x))
-    )
+    return _rebuild(static_key, arrays, lambda c, x: np.asarray(c.view_numpy(x)))
 
 
 class _Prepared:
