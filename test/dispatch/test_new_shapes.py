@@ -231,7 +231,11 @@ def test_frequent_shapes_of_pointwise_operations_get_one(monkeypatch):
   assert counts == [1, 0, 0, 1, 0, 0]
 
 
-def test_shapes_that_do_not_match_raise_the_error_of_torch(monkeypatch):
+def test_arguments_that_torch_refuses_raise_its_errors(monkeypatch):
   monkeypatch.setattr(new_shapes, "FEW", 0)
   with pytest.raises(RuntimeError, match="size of tensor a"):
     torch.atan2(ones(3), torch.ones(3, 4, device="jax"))
+  x = ones(next(SIZE))
+  torch.where(x > 0, x, x)
+  with pytest.raises(RuntimeError, match="to be a boolean tensor"):
+    torch.where(x, x, x)  # the same static key

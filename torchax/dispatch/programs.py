@@ -7,6 +7,7 @@ While a shape is new, numpy or a program of many shapes may compute the result
 (`new_shapes.py`). `plans.py` calls the programs; they compile `lowering.py`.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, Generic, Literal, TypeVar
 
@@ -104,13 +105,14 @@ class Programs:
     if sharding is not None:
       return program
     given = program, lowering, static_key, write
-    return new_shapes.with_warmup(*given, self._flat_program)
+    flat = functools.partial(self._flat_program, example)
+    return new_shapes.with_warmup(*given, flat)
 
-  def _flat_program(self, static_key) -> Program:
-    """Return the program of a flat draw, which draws of many shapes share."""
+  def _flat_program(self, example, static_key) -> Program:
+    """Return the program of a flat array, which many shapes share."""
     program = self._flat_programs.get(static_key)
     if program is None:
-      function = self._lowering.program(static_key, None, None)
+      function = self._lowering.program(static_key, None, example)
       program = compiling.jit_if_possible(function, self._operator)
       self._flat_programs[static_key] = program
     return program
