@@ -18,6 +18,7 @@ from jax.sharding import SingleDeviceSharding
 from torchax.compat import jax_compat
 from torchax.core.bounded_cache import BoundedCache
 from torchax.core.program_limit import Program
+from torchax.core.static_values import NUMBERS
 from torchax.devices import placement
 
 # Overhead of a call of numpy over one of a program, and the time to compile a program,
@@ -26,7 +27,6 @@ CALL, PROGRAM = 2**17, 2**25
 # Largest size of the arguments of a call; above it a program is faster.
 MOST_BYTES = 2**24
 _MOST_SHAPES = 4096
-_NUMBERS = (bool, int, float, complex)
 _shape = operator.attrgetter("shape")
 
 
@@ -99,7 +99,7 @@ def _is_number(operand) -> bool:
   """Return True for a Python number, also as an array with the type of one."""
   if type(operand) is jax_compat.ArrayImpl:
     return operand.weak_type and not operand.shape
-  return type(operand) in _NUMBERS
+  return type(operand) in NUMBERS
 
 
 def run_in_numpy(on_host: Callable, operands) -> jax.Array | None:

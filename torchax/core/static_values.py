@@ -16,10 +16,12 @@ import torch
 
 from torchax.core.bounded_cache import BoundedCache
 
+# Types of Python numbers.
+NUMBERS: frozenset[type] = frozenset({bool, int, float, complex})
 # Types of values that are constants in a trace: they depend on no operand.
-CONSTANTS = frozenset(
-  {type(None), bool, int, float, complex, str, bytes}
-  | {torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout}
+CONSTANTS = NUMBERS.union(
+  (type(None), str, bytes),
+  (torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout),
 )
 
 _short = reprlib.Repr()

@@ -19,7 +19,7 @@ from torchax.compat import jax_compat
 from torchax.core import deferred, host_numbers, narrowing
 from torchax.core.bounded_cache import BoundedCache
 from torchax.core.chains import WHOLE, Chain, MovingChain
-from torchax.core.static_values import StaticValue, static_number
+from torchax.core.static_values import NUMBERS, StaticValue, static_number
 from torchax.core.storage import active as _active
 from torchax.errors import UnsupportedDtypeError
 from torchax.tensor import Tensor, new_tensor
@@ -31,7 +31,6 @@ IGNORED = frozenset(
 )
 _DENSE = (None, torch.strided)
 _default_dtype = torch.get_default_dtype
-NUMBERS = frozenset({bool, int, float, complex})
 _INT32 = range(-(2**31), 2**31)
 
 

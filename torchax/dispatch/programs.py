@@ -16,9 +16,9 @@ import jax
 from torchax.core import numpy_fallback
 from torchax.core.bounded_cache import BoundedCache
 from torchax.core.program_limit import Program, ProgramCache
+from torchax.core.static_values import NUMBERS
 from torchax.dispatch import compiling, explaining, new_shapes, torch_checks
 from torchax.dispatch.lowering import Lowering
-from torchax.dispatch.operands import NUMBERS
 
 # Most programs of one operation; each takes a few hundred kilobytes.
 MOST_PROGRAMS = 512

@@ -15,6 +15,7 @@ import torch
 from torchax.compat import jax_compat, torch_compat
 from torchax.core import grad_mode, mappings
 from torchax.core.chains import WHOLE, Chain, chain_of
+from torchax.core.static_values import NUMBERS
 from torchax.core.storage import Excerpt, Rebindings, Storage, active
 from torchax.core.view_steps import (
   AsStridedInfo,
@@ -34,7 +35,6 @@ from torchax.core.view_steps import (
   contiguous_strides,
   slice_of,
 )
-from torchax.dispatch.operands import NUMBERS
 from torchax.errors import MutationError
 from torchax.registry.names import aten
 from torchax.registry.schema import functional_form

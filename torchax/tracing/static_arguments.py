@@ -16,7 +16,7 @@ import torch
 
 from torchax.compat import jax_compat
 from torchax.core.partitions import is_tensor
-from torchax.core.static_values import CONSTANTS, StaticValue
+from torchax.core.static_values import CONSTANTS, NUMBERS, StaticValue
 from torchax.tensor import Tensor
 from torchax.tracing.conversions import Container, box_container, is_adopted
 
@@ -41,7 +41,7 @@ class BoxedGenerator:
 
 
 _CONSTANTS = frozenset({bool, str, torch.dtype, torch.device})
-_CONSTANT_RESULTS = CONSTANTS - {bool, int, float, complex}
+_CONSTANT_RESULTS = CONSTANTS - NUMBERS
 _UNBOXED = frozenset({Tensor, jax_compat.ArrayImpl, np.ndarray, int, float, complex})
 _KNOWN_RESULTS = (torch.Tensor, jax.Array, np.ndarray, np.generic)
 

@@ -16,7 +16,7 @@ from jax import lax
 
 from torchax.compat import jax_compat
 from torchax.core import mappings, narrowing
-from torchax.core.static_values import StaticValue
+from torchax.core.static_values import NUMBERS, StaticValue
 from torchax.ops.builtin import Kind, op
 from torchax.ops.casting import cast, require_fit
 from torchax.ops.jaten import _on_host
@@ -238,7 +238,7 @@ def _aten_range(start, end, step=1, *, dtype=None):
 def _prepare_arange(given: dict) -> None:
   """Turn first value and step into operands; the length stays static."""
   bounds = [given.get(name, default) for name, default in zip(_BOUNDS, (0, None, 1))]
-  if not all(type(value) in (bool, int, float, complex) for value in bounds):
+  if not all(type(value) in NUMBERS for value in bounds):
     return
   *numbers, length, jax_dtype = _arange_parameters(*bounds, given.get("dtype"))
   numbers = [
