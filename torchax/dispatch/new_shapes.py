@@ -60,15 +60,6 @@ def with_warmup(
   if write is not None and (type(write[0]) is tuple or not can_write_numpy(write[0])):
     return program
 
-  def written(operands, result):
-    """Return the result, or the base with the result; None if it must be cast."""
-    if write is None or result is None:
-      return result
-    chain, *of_target = write
-    if [result.dtype, result.shape] != of_target:
-      return None
-    return result if chain is WHOLE else chain.write_numpy(operands[0], result)
-
   def draw(key, count, *operands):
     prepared = numpy_fallback.as_numpy_operands(operands)
     if prepared is None or not _is_on_one_cpu(key):
@@ -76,7 +67,7 @@ def with_warmup(
     values, sharding = prepared
     given = key, count
     drawn = _run_flat(lowering, static_key, given, values[start:], compiled)
-    results = written(values, drawn)
+    results = _written(write, values, drawn)
     return jax.tree.map(lambda array: placement.from_host(array, sharding), results)
 
   def run(operands):
@@ -87,7 +78,7 @@ def with_warmup(
       if lowering.shapes_compiled >= FEW:
         result = _run_flat(lowering, static_key, (), given, compiled)
       lowering.shapes_compiled += result is None
-    return written(operands, result)
+    return _written(write, operands, result)
 
   if operator.draw.by_element:
     return _with_flat_draws(program, draw)
@@ -96,6 +87,16 @@ def with_warmup(
   if lowering.is_pointwise:
     return numpy_fallback.with_warmup(program, run, numpy_fallback.PROGRAM // OFTEN)
   return program
+
+
+def _written(write, operands, result):
+  """Return a result, or the base with the result; None if it must be cast."""
+  if write is None or result is None:
+    return result
+  chain, *of_target = write
+  if [result.dtype, result.shape] != of_target:
+    return None
+  return result if chain is WHOLE else chain.write_numpy(operands[0], result)
 
 
 def run_in_numpy(operator: Operator, flattener: Flattener, static_key, operands):
