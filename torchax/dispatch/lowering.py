@@ -35,7 +35,6 @@ class Lowering:
     name: name of the operation.
     flattener: sorts arguments into operands and key.
     prepared: flattener whose static numbers become operands; None without such numbers.
-    is_pointwise: each element of the result depends on elements at the same place.
     shapes_compiled: number of shapes whose programs a pointwise operation has used.
     is_checked: torch's meta kernel checks the arguments of each program.
     takes_device: the operation has a `device=` argument.
@@ -59,9 +58,6 @@ class Lowering:
     if prepare is not None:
       self.prepared = PreparedFlattener(prepare, operator.numbers.static, *options)
     self.is_sampler = operator.kind is Kind.SAMPLER
-    self.is_pointwise = (
-      operator.is_builtin and schema is not None and schema.is_pointwise
-    )
     self.shapes_compiled = 0
     self.takes_device = "device" in names
     # A user's lowering may accept arguments that torch refuses.

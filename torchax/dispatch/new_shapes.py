@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from torchax.compat import jax_compat
+from torchax.compat import jax_compat, torch_compat
 from torchax.core import numpy_fallback
 from torchax.core.bounded_cache import BoundedCache
 from torchax.core.chains import WHOLE, can_write_numpy
@@ -26,6 +26,7 @@ from torchax.devices import placement
 from torchax.dispatch.lowering import Lowering
 from torchax.dispatch.operands import Flattener, tensor_parts
 from torchax.registry.operators import Operator
+from torchax.registry.schema import schema_of
 from torchax.rng import threefry
 
 # Number of calls with a flat array, each about 0.2 ms slower than the program of its
@@ -55,6 +56,8 @@ def with_warmup(
   """
   operator = lowering.operator
   on_host = operator.execution.on_host
+  has_schema = operator.is_builtin and isinstance(lowering.op, torch_compat.OpOverload)
+  is_pointwise = has_schema and schema_of(lowering.op).is_pointwise
   start = int(write is not None)
   # The writes of a list of tensors are tuples.
   if write is not None and (type(write[0]) is tuple or not can_write_numpy(write[0])):
@@ -74,7 +77,7 @@ def with_warmup(
     given, result = operands[start:], None
     if on_host is not None:
       result = _run_on_host(on_host, lowering.flattener, static_key, given)
-    if result is None and lowering.is_pointwise:
+    if result is None and is_pointwise:
       if lowering.shapes_compiled >= FEW:
         result = _run_flat(lowering, static_key, (), given, compiled)
       lowering.shapes_compiled += result is None
@@ -84,7 +87,7 @@ def with_warmup(
     return _with_flat_draws(program, draw)
   if on_host is not None:
     return numpy_fallback.with_warmup(program, run)
-  if lowering.is_pointwise:
+  if is_pointwise:
     return numpy_fallback.with_warmup(program, run, numpy_fallback.PROGRAM // OFTEN)
   return program
 
