@@ -141,8 +141,9 @@ def test_jax_has_started_once_an_array_exists():
 
 
 def test_cpu_array_is_in_host_memory():
-  on_cpu = jax.device_put(jnp.ones(2), jax.devices("cpu")[0])
-  assert jax_compat.is_in_host_memory(on_cpu)
+  for array in (jnp.ones(2), jax.random.key(0)):
+    on_cpu = jax.device_put(array, jax.devices("cpu")[0])
+    assert jax_compat.is_in_host_memory(on_cpu)
   assert not jax_compat.is_in_host_memory(object())
   for device in jax.devices():
     there = jax.device_put(jnp.ones(2), device)

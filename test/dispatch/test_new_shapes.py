@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from accelerators import cpu_only
 
 import torchax
+from torchax.core import numpy_fallback
 from torchax.dispatch import new_shapes
 from torchax.functions.dropout import keep_mask
 from torchax.interop import jax_jit
@@ -72,8 +73,8 @@ DRAWS = {
 def test_flat_draws_equal_those_of_one_program(draw, monkeypatch):
   x = ones(next(SIZE))
   found = []
-  for often, form in ((64, draw), (0, draw), (0, jax_jit(draw))):
-    monkeypatch.setattr(new_shapes, "OFTEN", often)
+  for cost, form in ((numpy_fallback.PROGRAM, draw), (0, draw), (0, jax_jit(draw))):
+    monkeypatch.setattr(numpy_fallback, "PROGRAM", cost)
     torchax.clear_caches()
     torch.manual_seed(7)
     found.append(form(x).cpu())
@@ -92,6 +93,7 @@ def test_other_shapes_share_a_program():
 @cpu_only("programs for single shapes replace shared ones on CPU devices only")
 def test_frequent_shapes_get_one_program(monkeypatch):
   monkeypatch.setattr(new_shapes, "OFTEN", 3)
+  torchax.clear_caches()
   x = ones(next(SIZE))
   counts = []
   for _ in range(6):
@@ -135,8 +137,8 @@ OTHER_KEYS = {
 def test_keys_without_flat_draws_use_one_program(other, monkeypatch):
   x = ones(30)
   env, found = torchax.default_env(), []
-  for often in (new_shapes.OFTEN, 0):
-    monkeypatch.setattr(new_shapes, "OFTEN", often)
+  for cost in (numpy_fallback.PROGRAM, 0):
+    monkeypatch.setattr(numpy_fallback, "PROGRAM", cost)
     torchax.clear_caches()
     F.dropout(x, 0.3)  # the same shapes, with a key that has flat draws
     with env.rng_scope(other()):

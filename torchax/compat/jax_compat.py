@@ -444,6 +444,7 @@ def is_guarded() -> bool:
 
 def is_in_host_memory(array) -> bool:
   """Return True for a live array in host memory, which numpy reads without a copy."""
+  array = getattr(array, "_base_array", array)  # the words of a typed key
   platform = getattr(array, "platform", None)
   # Since JAX 0.12 a deleted array has no platform.
   return platform is not None and not array.is_deleted() and platform() == "cpu"

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Sharding
 
 from torchax.compat import jax_compat
 from torchax.core.bounded_cache import BoundedCache
@@ -35,8 +35,8 @@ def with_warmup(program: Program, on_host: Callable, cost: int = CALL) -> Progra
 
   Args:
     program: the compiled function, with `in_traces`.
-    on_host: the same function of a list of numpy arrays and Python numbers. It returns
-      a numpy array, or None to run the program instead.
+    on_host: the same function of a list of numpy arrays, typed keys and Python numbers.
+      It returns numpy arrays, or None to run the program instead.
     cost: cost of a call of `on_host`, in bytes, as `CALL`.
   """
   # Cost so far in numpy, by shapes; and the shapes that run as a program.
@@ -54,7 +54,7 @@ def with_warmup(program: Program, on_host: Callable, cost: int = CALL) -> Progra
     if paid < PROGRAM:
       result = run_in_numpy(on_host, operands)
       if result is not None:
-        cost_by_shapes[shapes] = paid + cost + result.nbytes
+        cost_by_shapes[shapes] = paid + cost + _bytes(result)
         return result
     if len(compiled) >= _MOST_SHAPES:
       compiled.clear()
@@ -66,8 +66,10 @@ def with_warmup(program: Program, on_host: Callable, cost: int = CALL) -> Progra
   return warmed
 
 
-def as_numpy_operands(operands) -> tuple[list, SingleDeviceSharding | None] | None:
+def as_numpy_operands(operands) -> tuple[list, Sharding | None] | None:
   """Return arrays as numpy arrays that share memory, and the result's sharding.
+
+  Typed keys are returned as they are.
 
   Args:
     operands: arrays, numbers, and (array, starts) for views with starts as operands.
@@ -81,7 +83,7 @@ def as_numpy_operands(operands) -> tuple[list, SingleDeviceSharding | None] | No
   sharding, arrays = None, []
   for operand in operands:
     array, *starts = operand if type(operand) is tuple else (operand,)
-    if type(array) is jax_compat.ArrayImpl:
+    if isinstance(array, jax.Array):
       if not (array.is_fully_addressable and jax_compat.is_in_host_memory(array)):
         return None
       if len(array.devices()) > 1:
@@ -90,20 +92,22 @@ def as_numpy_operands(operands) -> tuple[list, SingleDeviceSharding | None] | No
         if sharding is not None and sharding != array.sharding:
           return None
         sharding = array.sharding
-    values = array if _is_number(array) else np.asarray(array)
+    values = array if _is_kept(array) else np.asarray(array)
     arrays.append((values, *starts) if starts else values)
   return arrays, sharding
 
 
-def _is_number(operand) -> bool:
-  """Return True for a Python number, also as an array with the type of one."""
+def _is_kept(operand) -> bool:
+  """Return True for a typed key, a Python number, and an array with the type of one."""
   if type(operand) is jax_compat.ArrayImpl:
     return operand.weak_type and not operand.shape
+  if isinstance(operand, jax.Array):
+    return jax.dtypes.issubdtype(operand.dtype, jax.dtypes.prng_key)
   return type(operand) in NUMBERS
 
 
-def run_in_numpy(on_host: Callable, operands) -> jax.Array | None:
-  """Return the result computed by numpy; None if the program must run."""
+def run_in_numpy(on_host: Callable, operands):
+  """Return the results computed by numpy; None if the program must run."""
   prepared = as_numpy_operands(operands)
   if prepared is None:
     return None
@@ -112,6 +116,8 @@ def run_in_numpy(on_host: Callable, operands) -> jax.Array | None:
     result = on_host(values)
   except (ValueError, IndexError, TypeError, OverflowError):
     return None  # the program raises the proper error
+  if type(result) is tuple:
+    return tuple([placement.from_host(each, sharding) for each in result])
   return None if result is None else placement.from_host(result, sharding)
 
 

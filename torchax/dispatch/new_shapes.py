@@ -10,19 +10,15 @@ their own, which is faster to call. `programs.py` adds the fallbacks.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
 
-from torchax.compat import jax_compat, torch_compat
+from torchax.compat import torch_compat
 from torchax.core import numpy_fallback
-from torchax.core.bounded_cache import BoundedCache
 from torchax.core.chains import WHOLE, can_write_numpy
-from torchax.core.numpy_fallback import shape_of
 from torchax.core.program_limit import Program
 from torchax.core.static_values import StaticValue
-from torchax.devices import placement
 from torchax.dispatch.lowering import Lowering
 from torchax.dispatch.operands import Flattener, tensor_parts
 from torchax.registry.operators import Operator
@@ -34,7 +30,6 @@ from torchax.rng import threefry
 OFTEN = 64
 # Shapes of a pointwise operation that are compiled before others are flat.
 FEW = 8
-_MOST_SHAPES = 4096
 # Smallest and largest number of elements of a flat array.
 LEAST_ELEMENTS, MOST_ELEMENTS = 2**10, 2**20
 
@@ -54,40 +49,34 @@ def with_warmup(
     write: see `Plan.run`; the operands begin with the base then.
     compiled: function from another static key to the program of the lowering.
   """
-  operator = lowering.operator
+  operator, op = lowering.operator, lowering.op
   on_host = operator.execution.on_host
-  has_schema = operator.is_builtin and isinstance(lowering.op, torch_compat.OpOverload)
-  is_pointwise = has_schema and schema_of(lowering.op).is_pointwise
-  start = int(write is not None)
+  if lowering.is_sampler:
+    is_flat = operator.draw.by_element
+  else:
+    has_schema = operator.is_builtin and isinstance(op, torch_compat.OpOverload)
+    is_flat = has_schema and schema_of(op).is_pointwise
   # The writes of a list of tensors are tuples.
   if write is not None and (type(write[0]) is tuple or not can_write_numpy(write[0])):
     return program
 
-  def draw(key, count, *operands):
-    prepared = numpy_fallback.as_numpy_operands(operands)
-    if prepared is None or not _is_on_one_cpu(key):
-      return None
-    values, sharding = prepared
-    given = key, count
-    drawn = _run_flat(lowering, static_key, given, values[start:], compiled)
-    results = _written(write, values, drawn)
-    return jax.tree.map(lambda array: placement.from_host(array, sharding), results)
+  # The operands start with the key and count of a draw, and the base of a write.
+  draw = 2 * lowering.is_sampler
+  start = draw + (write is not None)
 
   def run(operands):
-    given, result = operands[start:], None
+    drawn, given, result = operands[:draw], operands[start:], None
     if on_host is not None:
       result = _run_on_host(on_host, lowering.flattener, static_key, given)
-    if result is None and is_pointwise:
-      if lowering.shapes_compiled >= FEW:
-        result = _run_flat(lowering, static_key, (), given, compiled)
+    if result is None and is_flat:
+      if drawn or lowering.shapes_compiled >= FEW:
+        result = _run_flat(lowering, static_key, drawn, given, compiled)
       lowering.shapes_compiled += result is None
-    return _written(write, operands, result)
+    return _written(write, operands[draw:], result)
 
-  if operator.draw.by_element:
-    return _with_flat_draws(program, draw)
   if on_host is not None:
     return numpy_fallback.with_warmup(program, run)
-  if is_pointwise:
+  if is_flat:
     return numpy_fallback.with_warmup(program, run, numpy_fallback.PROGRAM // OFTEN)
   return program
 
@@ -120,50 +109,7 @@ def _run_on_host(on_host: Callable, flattener: Flattener, static_key, operands):
   return on_host(*args, **kwargs) if is_small else None
 
 
-def _with_flat_draws(program: Program, draw: Callable) -> Program:
-  """Return a sampler's program that calls `draw` until its shapes are seen often.
-
-  Args:
-    program: takes a key, a count and further operands.
-    draw: the same function; it returns None to run the program instead.
-  """
-  # Number of draws by shapes.
-  known: BoundedCache[tuple, int] = BoundedCache(_MOST_SHAPES)
-
-  def run(*operands):
-    shapes = (_kind_of_key(operands[0]), *map(shape_of, operands[2:]))
-    times = known.get(shapes) or 0
-    if times < OFTEN:
-      drawn = draw(*operands)
-      if drawn is not None:
-        known[shapes] = times + 1
-        return drawn
-      known[shapes] = OFTEN
-    return program(*operands)
-
-  warmed: Any = run
-  warmed.in_traces = program.in_traces
-  return warmed
-
-
-# The last key, and its kind: a stream has one key for many draws.
-_last: tuple[Any, tuple] = (None, ())
-
-
-def _kind_of_key(key: jax.Array) -> tuple:
-  """Return the implementation of a typed key, and its shape."""
-  global _last
-  last, kind = _last
-  if last is not key:
-    kind = (str(jax.random.key_impl(key)), key.shape)
-    if not isinstance(key, jax.core.Tracer):
-      _last = (key, kind)
-  return kind
-
-
-def _run_flat(
-  lowering: Lowering, static_key, drawn: tuple, operands, compiled: Callable
-):
+def _run_flat(lowering: Lowering, static_key, drawn, operands, compiled: Callable):
   """Return the first elements of flat results, as numpy arrays.
 
   None if the program must run.
@@ -220,10 +166,3 @@ def _part_of_size(names, static_key) -> int | None:
   if position < count:
     return 2 + position
   return static_key.index("size", 2 + count) + 1  # given by keyword
-
-
-def _is_on_one_cpu(key: jax.Array) -> bool:
-  """Return True for an uncommitted key on one CPU device."""
-  devices = key.devices()
-  is_on_cpu = len(devices) == 1 and next(iter(devices)).platform == "cpu"
-  return is_on_cpu and not jax_compat.is_committed(key)
