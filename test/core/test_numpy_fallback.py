@@ -264,6 +264,61 @@ def test_host_arithmetic_has_bits_of_program(function, monkeypatch):
     torch.testing.assert_close(result.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 
+# Functions of floats (n, 4), indices (n, 4) from 0 to 3, and values (n, 4) to write.
+INDEXED = {
+  "rows": lambda x, i, v: put(x, i[:, 0], v),
+  "elements": lambda x, i, v: put(x, (i, i[0]), v),
+  "columns": lambda x, i, v: put(x, (slice(None), i[0]), v[:, :1]),
+  "add to rows": lambda x, i, v: add(x, (i[:, 0],), v),
+  "add to elements": lambda x, i, v: add(x, (i, i[0]), v[0]),
+  "add to integers": lambda x, i, v: add(i, (i,), i[:, None]),
+  "index_add": lambda x, i, v: x.index_add(0, i[:, 1], v),
+  "index_add in place": lambda x, i, v: x.clone().index_add_(1, i[3], v),
+  "index_copy": lambda x, i, v: x.index_copy(-1, i[0, :2].long(), v[:, 2:]),
+  "scatter": lambda x, i, v: x.scatter(1, i[:, :2], v),
+  "scatter a number": lambda x, i, v: x.scatter(0, i[2:], 2.5),
+  "scatter_add": lambda x, i, v: x.scatter_add(0, i, v),
+  "scatter_add in place": lambda x, i, v: x.clone().scatter_add_(-1, i, v),
+  "gradient of embedding": lambda x, i, v: torch.ops.aten.embedding_dense_backward(
+    v, i[:, 0], 7, 2, False
+  ),
+  "gradient of an index": lambda x, i, v: gradient(lambda y: y[i[:, 0]], x, v),
+  "gradient of gather": lambda x, i, v: gradient(lambda y: y.gather(1, i), x, v),
+}
+
+
+def add(x, index, values):
+  return torch.ops.aten.index_put(x, index, values, True)
+
+
+def gradient(function, x, v):
+  x = x.detach().requires_grad_()
+  return torch.autograd.grad(function(x), x, v)[0]
+
+
+@pytest.mark.parametrize("function", INDEXED.values(), ids=INDEXED)
+def test_writes_at_indices_have_bits_of_the_program(function, monkeypatch):
+  x = given(next(SIZE), 4) * 1.37
+  arguments = x, given(*x.shape, dtype=torch.int32).abs() % 4, x * 0.7
+  there = [argument.to("jax") for argument in arguments]
+  with compile_events.recorded() as events:
+    found = function(*there)
+  assert not events
+  monkeypatch.setattr(numpy_fallback, "PROGRAM", 1)  # the cost is paid by now
+  for result in (found, function(*there)):
+    assert torch.equal(result.cpu(), function(*arguments))
+
+
+def test_sums_that_may_be_subnormal_are_left_to_the_program(monkeypatch):
+  """The first two numbers differ by a subnormal number, which XLA flushes to zero."""
+  x = torch.zeros(next(SIZE), 1, device="jax")
+  index = torch.zeros(3, dtype=torch.int32, device="jax")
+  values = torch.tensor([[3e-38], [-2.5e-38], [3e-38]]).to("jax")
+  found = x.index_add(0, index, values).cpu()
+  monkeypatch.setattr(numpy_fallback, "PROGRAM", 1)
+  assert torch.equal(found, x.index_add(0, index, values).cpu())
+
+
 # Functions of floats (n, 4) and the number of elements that a mask chooses.
 MASKED = {
   "read": lambda x, mask: x[mask],

@@ -21,8 +21,10 @@ from torchax.ops.promotion import default_float, dtype_or
 _MAX_SIZE = 2**15
 _FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
 _UINTS = {_FLOATS[0]: np.uint32, _FLOATS[1]: np.uint64}
-# Value that `_has_subnormal` computes for the smallest normal number.
-_SMALLEST_NORMAL = {np.uint32: 2**24 - 2, np.uint64: 2**53 - 2}
+# Value that `_has_small` computes for the smallest normal number, and for the smallest
+# whose sums with others like it are zero or normal.
+_NORMAL = {np.uint32: 2**24 - 2, np.uint64: 2**53 - 2}
+_NORMAL_SUMS = {np.uint32: 25 * 2**24 - 2, np.uint64: 54 * 2**53 - 2}
 _INTEGERS = (np.dtype(np.int32), np.dtype(np.int64))
 # `dtype.kind` of numpy's own dtypes; those of ml_dtypes have others.
 _STANDARD = "biufc"
@@ -65,21 +67,26 @@ def _scalar_as(scalar, other):
     return scalar.astype(other.dtype) if keeps_dtype else None
 
 
-def _has_subnormal(array) -> bool:
-  """Return True for a float array with subnormal or smallest normal numbers."""
+def _has_small(array, limits=_NORMAL) -> bool:
+  """Return True for a float array with nonzero numbers up to a limit.
+
+  Args:
+    array: array of any dtype; floats have 32 or 64 bits.
+    limits: by dtype of the bits; subnormal and smallest normal numbers by default.
+  """
   uint = _UINTS.get(array.dtype)
   if uint is None or not array.size:
     return False
   # The shift drops the sign bit; the subtraction wraps zeros around to the maximum.
   bits = (array.view(uint) << uint(1)) - uint(2)
-  return np.minimum.reduce(bits, axis=None) <= _SMALLEST_NORMAL[uint]
+  return np.minimum.reduce(bits, axis=None) <= limits[uint]
 
 
 def _exact(function, *arrays):
   """Run an operation that rounds once; None for subnormal numbers or a large result."""
   with np.errstate(all="ignore"):
     result = np.asarray(function(*arrays))
-    has_subnormal = any(map(_has_subnormal, (result, *arrays)))
+    has_subnormal = any(map(_has_small, (result, *arrays)))
   return None if has_subnormal or result.size > _MAX_SIZE else result
 
 
@@ -103,11 +110,14 @@ def _with_alpha(function):
   binary = _binary(function)
 
   def on_host(self, other, alpha=1):
-    # The lowering checks factors of other kinds.
-    is_one = np.ndim(alpha) == 0 and np.asarray(alpha).dtype.kind == "i" and alpha == 1
-    return binary(self, other) if is_one else None
+    return binary(self, other) if _is_one(alpha) else None
 
   return on_host
+
+
+def _is_one(alpha) -> bool:
+  """Return True for the integer 1; the lowering checks factors of other kinds."""
+  return np.ndim(alpha) == 0 and np.asarray(alpha).dtype.kind == "i" and alpha == 1
 
 
 def _divide(self, other, rounding_mode=None):
@@ -237,15 +247,84 @@ def index(self, indices):
   return np.array(self[_index(indices)])
 
 
-def index_put(self, indices, values, accumulate=False, unsafe=False):
-  """Write the k-th value at the k-th True of the only index, a mask."""
-  masks = [index for index in indices if index is not None]
-  is_by_mask = len(masks) == 1 and masks[0].dtype in (np.bool_, np.uint8)
-  if accumulate or not is_by_mask or values.dtype != self.dtype:
+def _write(array, index, values, accumulate):
+  """Return an array with values written, or added, at indices one after the other."""
+  if values.dtype != array.dtype:
     return None
-  result = np.array(self)
-  result[_index(indices)] = values
+  values = np.broadcast_to(values, array[index].shape)
+  result = np.array(array)
+  if not accumulate:
+    result[index] = values
+    return result
+  is_small = max(values.size, array.size) <= _MAX_SIZE
+  if not is_small or array.dtype not in (*_FLOATS, *_INTEGERS):
+    return None
+  if any(_has_small(each, _NORMAL_SUMS) for each in (array, values)):
+    return None
+  with np.errstate(all="ignore"):
+    np.add.at(result, index, values)
   return result
+
+
+def index_put(self, indices, values, accumulate=False, unsafe=False):
+  """Write or add at integer indices, or the k-th value at the k-th True of a mask."""
+  return _write(self, _index(indices), values, accumulate)
+
+
+def _write_along(self, dim, index, values, accumulate):
+  """Write one slice along a dimension per index."""
+  shape = list(self.shape)
+  shape[dim] = index.size
+  if values.shape != tuple(shape) or index.min(initial=0) < 0:
+    return None
+  at = (slice(None),) * (dim % self.ndim) + (index.reshape(-1),)
+  return _write(self, at, values, accumulate)
+
+
+def index_copy(self, dim, index, source):
+  """Write slices along a dimension."""
+  return _write_along(self, dim, index, source, False)
+
+
+def index_add(self, dim, index, source, *, alpha=1):
+  """Add slices along a dimension."""
+  return _write_along(self, dim, index, source, True) if _is_one(alpha) else None
+
+
+def embedding_dense_backward(
+  grad_output, indices, num_weights, padding_idx, scale_grad_by_freq
+):
+  """Add rows of gradients to zeros."""
+  shape = (int(num_weights), grad_output.shape[-1])
+  table = full(shape, 0, grad_output.dtype)
+  if scale_grad_by_freq or table is None:
+    return None
+  flat, rows = indices.reshape(-1), grad_output.reshape(-1, shape[-1])
+  is_used = flat != (padding_idx if padding_idx >= 0 else num_weights)
+  return _write_along(table, 0, flat[is_used], rows[is_used], True)
+
+
+def scatter(self, dim, index, src, accumulate=False):
+  """Write or add elements along a dimension."""
+  values = src[tuple(slice(size) for size in index.shape)]
+  if values.shape != index.shape or index.ndim != self.ndim or not index.size:
+    return None
+  if index.min() < 0:
+    return None
+  grid = list(np.ogrid[tuple(slice(size) for size in index.shape)])
+  grid[dim] = index
+  return _write(self, tuple(grid), values, accumulate)
+
+
+def scatter_value(self, dim, index, value):
+  """Write a number along a dimension."""
+  pair = _promote(self, np.asarray(value))
+  return pair and scatter(self, dim, index, np.broadcast_to(pair[1], index.shape))
+
+
+def scatter_add(self, dim, index, src):
+  """Add elements along a dimension."""
+  return scatter(self, dim, index, src, accumulate=True)
 
 
 def masked_select(self, mask):

@@ -75,7 +75,11 @@ def _aten_embedding(
   return _rows(weight, indices)
 
 
-@op(aten.embedding_dense_backward, **_PADDING)
+@op(
+  aten.embedding_dense_backward,
+  on_host=_on_host.embedding_dense_backward,
+  **_PADDING,
+)
 def _aten_embedding_dense_backward(
   grad_output, indices, num_weights, padding_idx, scale_grad_by_freq
 ):

@@ -95,7 +95,7 @@ def _require_rank(self, source) -> None:
   )
 
 
-@op(aten.index_add, rules=_add_rules)
+@op(aten.index_add, rules=_add_rules, on_host=_on_host.index_add)
 def _aten_index_add(self, dim, index, source, *, alpha=1):
   _require_rank(self, source)
   _check_rows("index_add", self, dim, index, source)
@@ -114,7 +114,7 @@ def _copy_rules(self, dim, index, source):
   yield Range(index, 0, _size(self, dim), IndexError, _NO_COPY, dim=dim)
 
 
-@op(aten.index_copy, rules=_copy_rules)
+@op(aten.index_copy, rules=_copy_rules, on_host=_on_host.index_copy)
 def _aten_index_copy(self, dim, index, source):
   require_one_dtype("index_copy", self, source)
   return _write_along(self, dim, index, source, set_at)
@@ -193,17 +193,22 @@ def _scatter(self, dim, index, src, how, gathers=False):
   return written.reshape(self.shape)
 
 
-@op(aten.scatter.src, rules=_place_rules)
+@op(aten.scatter.src, rules=_place_rules, on_host=_on_host.scatter)
 def _aten_scatter_src(self, dim, index, src):
   return _scatter(self, dim, index, src, set_at)
 
 
-@op(aten.scatter.value, check=_check_number, rules=_place_rules)
+@op(
+  aten.scatter.value,
+  check=_check_number,
+  rules=_place_rules,
+  on_host=_on_host.scatter_value,
+)
 def _aten_scatter(self, dim, index, value):
   return _scatter(self, dim, index, value, set_at)
 
 
-@op(aten.scatter_add, rules=_place_rules)
+@op(aten.scatter_add, rules=_place_rules, on_host=_on_host.scatter_add)
 def _aten_scatter_add(self, dim, index, src):
   return _scatter(self, dim, index, src, add_at, gathers=True)
 
