@@ -2,6 +2,7 @@
 
 import itertools
 
+import compile_events
 import pytest
 import torch
 import torch.nn.functional as F
@@ -183,6 +184,39 @@ def test_unused_draws_advance_the_stream(function, needs_grad):
     actual.append(torch.rand(3).cpu())
     assert env.rng.state.count == count
   torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+NUMBERS = {
+  "factor": lambda x: x * x.int().max().item(),
+  "results": lambda x: (x + 1, x.int().max().item(), 2 * x.sum().item()),
+  "integer": lambda x: x * int(x.sum()) + round(x.mean().item()),
+  "bool": lambda x: x * (x > 0).all().item(),
+  "masked": lambda x: x.masked_fill(x > 1, x.max().item()),
+  "chain": lambda x: (x * x.sum().item()) ** 2 * x.int().sum().item(),
+}
+
+
+@pytest.mark.parametrize("function", NUMBERS.values(), ids=NUMBERS)
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_numbers_of_tensors_are_computed_in_the_graph(function, needs_grad):
+  run = compiled(function, fullgraph=True)
+  setting = torch._dynamo.config.patch(capture_scalar_outputs=True)
+  counts = []
+  for scale in (1, 2, 3):
+    x = (torch.arange(1.0, 5) * scale).requires_grad_(needs_grad)
+    with setting, compile_events.recorded() as events:
+      found = run(x)
+    expected = function(x)
+    if isinstance(expected, tuple):
+      assert found[1:] == expected[1:]
+      assert list(map(type, found)) == list(map(type, expected))
+      found, expected = found[0], expected[0]
+    torch.testing.assert_close(found, expected)
+    if needs_grad:
+      gradients = [torch.autograd.grad(y.sum(), x)[0] for y in (found, expected)]
+      torch.testing.assert_close(*gradients)
+    counts.append(len(events))
+  assert counts[1:] == [0, 0]
 
 
 @pytest.mark.parametrize("function", [lambda x: x[x > 0], lambda x: x.nonzero()])

@@ -14,6 +14,7 @@ from torch.export import Dim
 
 from torchax import export
 from torchax.compat import versions
+from torchax.core import mappings
 from torchax.errors import DataDependentError, OperatorNotFound, RngError
 from torchax.export import (
   JaxInterpreter,
@@ -276,11 +277,37 @@ def test_draws_in_a_while_loop_condition_raise():
     program(states, (arrays(X),), rng=0)
 
 
+NUMBERS = {
+  "factor": lambda x, n: x * n.max().item(),
+  "factor of halves": lambda x, n: x.bfloat16() * x.sum().item(),
+  "term": lambda x, n: torch.add(x, x, alpha=n.max().item()),
+  "bound": lambda x, n: x.clamp(max=x.mean().item()),
+  "exponent": lambda x, n: x.abs() ** n.min().item(),
+  "filler": lambda x, n: torch.full((3,), n.sum().item()).float(),
+  "masked": lambda x, n: x.masked_fill(x > 1, x.max().item()),
+  "index": lambda x, n: x[n.min().item()],
+  "quotient": lambda x, n: x * ((n.max().item() + 1) // 2),
+  "bool": lambda x, n: x * (x > 0).all().item(),
+  "checked": lambda x, n: (torch._check(n.max().item() < 9), x)[1],
+}
+
+
+@pytest.mark.parametrize("function", NUMBERS.values(), ids=NUMBERS)
+def test_numbers_of_tensors_are_values_of_the_program(function):
+  n = torch.tensor([2, 1])
+  program = jax.jit(program_of(function, X, n))
+  for x, numbers in ((X, n), (2 * X, n - 1)):
+    (found,) = program([], (arrays(x), arrays(numbers)))
+    expected = function(x, numbers)
+    np.testing.assert_allclose(found.astype(jnp.float32), expected.float(), rtol=1e-6)
+    assert found.dtype == mappings.t2j_dtype(expected.dtype)
+
+
 def test_gradients_stop_where_torch_stops_them():
   def loss(x):
     with torch.no_grad():
       scale = x * 2
-    return (x * scale + x.detach() ** 2).sum()
+    return (x * scale + x.detach() ** 2 + x * x.sum().item()).sum()
 
   x = X.clone().requires_grad_()
   loss(x).backward()
@@ -298,7 +325,7 @@ def _item(x):
   return torch.ones(length)
 
 
-DATA_DEPENDENT = {"aten.nonzero": torch.nonzero, "aten._local_scalar_dense": _item}
+DATA_DEPENDENT = {"aten.nonzero": torch.nonzero, "aten.ones": _item}
 
 
 @pytest.mark.parametrize("name", DATA_DEPENDENT)

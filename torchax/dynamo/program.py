@@ -22,7 +22,12 @@ from torchax.core import mappings, program_limit
 from torchax.dynamo import draws, numbers
 from torchax.dynamo.options import Options
 from torchax.dynamo.sizes import GraphSizes, ListedSizes
-from torchax.dynamo.torch_io import Outputs, as_numpy, is_number
+from torchax.dynamo.torch_io import (
+  Outputs,
+  as_numpy,
+  is_computed_number,
+  is_number,
+)
 from torchax.environment import default_env
 from torchax.errors import DataDependentError, OperatorNotFound
 from torchax.graphs import higher_order
@@ -316,12 +321,12 @@ def _require_runnable(steps: Sequence[fx.Node]) -> None:
 
   Raises:
     OperatorNotFound: an operation has no lowering; the message has the user's line.
-    DataDependentError: a number, or the shape of a result, depends on the values of a
-      tensor.
+    DataDependentError: the shape of a result depends on the values of a tensor.
     TypeError: the branches of a `torch.cond` have different results.
   """
   for node in steps:
-    if has_free_unbacked_symbols(node.meta.get("val")):
+    value = node.meta.get("val")
+    if has_free_unbacked_symbols(value) and not is_computed_number(value):
       higher_order.require_equal_branches(node)
       if node.target == operators.while_loop_stack_output:
         raise DataDependentError(
@@ -330,10 +335,10 @@ def _require_runnable(steps: Sequence[fx.Node]) -> None:
           f"with a fixed length, or run the loop eagerly on jax tensors.{where(node)}"
         )
       raise DataDependentError(
-        f"{node.target} returns a number or a shape that depends on the values of a "
+        f"{node.target} returns a tensor whose shape depends on the values of a "
         "tensor, so it cannot be part of a compiled JAX program. Leave "
-        "torch._dynamo.config.capture_scalar_outputs and "
-        "capture_dynamic_output_shape_ops off, so that the graph breaks there."
+        "torch._dynamo.config.capture_dynamic_output_shape_ops off, and for a size "
+        "from `.item()` capture_scalar_outputs too, so that the graph breaks there."
         f"{where(node)}"
       )
     target = node.args[2] if node.target is draws.run_keyed else node.target

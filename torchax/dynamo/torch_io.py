@@ -17,6 +17,7 @@ import jax
 import numpy as np
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 
 from torchax.compat import jax_compat
 from torchax.core import mappings, narrowing
@@ -82,6 +83,18 @@ class Result:
     return tensor if self.inverse is None else tensor.permute(self.inverse)
 
 
+class NumberResult:
+  """Conversion of one output of a graph, a number computed from tensors."""
+
+  def in_memory_order(self, value) -> jax.Array:
+    """Return the number as an array inside the trace."""
+    return jax.numpy.asarray(value)
+
+  def tensor(self, array: jax.Array) -> int | float | bool:
+    """Return the Python number, after the call."""
+    return array.item()
+
+
 def _is_on_cpu(array: jax.Array) -> bool:
   return next(iter(array.devices())).platform == "cpu"
 
@@ -104,7 +117,7 @@ class Outputs:
     self.arrays: list[fx.Node] = []
     self.numbers: list = []
     self.passed: set[int] = set()
-    self._results: list[Result] = []
+    self._results: list[Result | NumberResult] = []
     self._array_index: dict[fx.Node, int] = {}
     index = {node: number for number, node in enumerate(inputs)}
     shared = _sharing(returned, index, visible)
@@ -132,6 +145,9 @@ class Outputs:
       self.passed.add(number)
       return lambda args, tensors, numbers: args[number]
     meta = value.meta.get("val") if isinstance(value, fx.Node) else value
+    if is_computed_number(meta):
+      number = self._array(value, is_own=True)
+      return lambda args, tensors, numbers: tensors[number]
     if not isinstance(meta, torch.Tensor):
       number = self._number(value)
       return lambda args, tensors, numbers: numbers[number]
@@ -156,13 +172,24 @@ class Outputs:
     if is_own or node not in self._array_index:
       self._array_index[node] = len(self.arrays)
       self.arrays.append(node)
-      self._results.append(Result(node.meta["val"]))
+      value = node.meta["val"]
+      is_tensor = isinstance(value, torch.Tensor)
+      self._results.append(Result(value) if is_tensor else NumberResult())
     return self._array_index[node]
+
+
+def is_computed_number(value) -> bool:
+  """Return True for a number that depends on the values of a tensor."""
+  is_symbol = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+  return is_symbol and has_free_unbacked_symbols(value)
 
 
 def is_number(node: fx.Node) -> bool:
   """Return True for a number that is only returned, as a tensor."""
-  return node.target is _SCALAR_TENSOR and all(u.op == "output" for u in node.users)
+  if node.target is not _SCALAR_TENSOR or any(u.op != "output" for u in node.users):
+    return False
+  (number,) = node.args
+  return not (isinstance(number, fx.Node) and is_computed_number(number.meta["val"]))
 
 
 def _sharing(returned: Sequence, inputs: dict, visible: int) -> set[fx.Node]:

@@ -10,6 +10,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 
 from torchax.core import mappings, narrowing
@@ -24,6 +25,19 @@ from torchax.registry.names import aten, prims, resolve
 
 def _size(self, dim=None):
   return self.shape if dim is None else self.shape[dim]
+
+
+def _number(self):
+  """Return the only number of an array.
+
+  A traced number is an array with the dtype of Python's, without a gradient. It serves
+  arithmetic, comparisons and assertions; a shape cannot depend on it.
+  """
+  if not isinstance(self, jax.core.Tracer):
+    return self.item()
+  kind = type(np.zeros((), self.dtype).item())
+  number = jax.lax.stop_gradient(self.reshape(()))
+  return jax.lax.convert_element_type(number, kind)
 
 
 def _assert_scalar(self, message):
@@ -54,7 +68,7 @@ ON_ARRAYS: dict = {
   aten.sym_size.int: _size,
   aten.sym_size.default: _size,
   aten.sym_numel.default: lambda self: math.prod(self.shape),
-  aten._local_scalar_dense.default: lambda self: self.item(),
+  aten._local_scalar_dense.default: _number,
   aten._assert_scalar.default: _assert_scalar,
   aten._assert_tensor_metadata.default: _skip_check,
   aten.sym_constrain_range.default: _skip_check,
@@ -65,9 +79,30 @@ ON_ARRAYS: dict = {
 ASSERTIONS = frozenset(op for op, f in ON_ARRAYS.items() if f is _assert_scalar)
 
 
+def _of_traced(function, traced):
+  """Return a function of a number that calls `traced` for a traced number."""
+
+  def call(number, *args):
+    is_traced = isinstance(number, jax.core.Tracer)
+    return (traced if is_traced else function)(number, *args)
+
+  return call
+
+
+def _round(number, digits=None):
+  rounded = jnp.round(number, digits or 0)
+  return rounded.astype(int) if digits is None else rounded
+
+
 NUMBERS: dict = {
   torch.sym_max: jax.core.max_dim,
   torch.sym_min: jax.core.min_dim,
+  torch.sym_ite: _of_traced(torch.sym_ite, jnp.where),
+  torch.sym_not: _of_traced(torch.sym_not, jnp.logical_not),
+  math.trunc: _of_traced(math.trunc, lambda number: jnp.trunc(number).astype(int)),
+  math.floor: _of_traced(math.floor, lambda number: jnp.floor(number).astype(int)),
+  math.ceil: _of_traced(math.ceil, lambda number: jnp.ceil(number).astype(int)),
+  round: _of_traced(round, _round),
   torch.sym_float: lambda value: (
     float(value) if isinstance(value, int | float) else jnp.asarray(value, float)
   ),
