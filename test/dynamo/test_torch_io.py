@@ -219,6 +219,18 @@ def test_numbers_of_tensors_are_computed_in_the_graph(function, needs_grad):
   assert counts[1:] == [0, 0]
 
 
+def test_checks_of_numbers_raise_after_the_call():
+  def function(x):
+    torch._check(x.int().max().item() < 3, lambda: "a number below 3")
+    return x * 2
+
+  run = compiled(function, fullgraph=True)
+  with torch._dynamo.config.patch(capture_scalar_outputs=True):
+    run(torch.ones(3))
+    with pytest.raises(RuntimeError, match="assertion failed"):
+      run(torch.full((3,), 4.0))
+
+
 @pytest.mark.parametrize("function", [lambda x: x[x > 0], lambda x: x.nonzero()])
 def test_data_dependent_code_raises_in_a_graph(function):
   settings = {

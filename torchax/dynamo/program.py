@@ -269,7 +269,7 @@ class _Interpreter(JaxInterpreter):
     return super().fetch_attr(target) if constant is None else constant
 
   def call_function(self, target, args: tuple, kwargs: dict) -> Any:
-    if target in _CHECKS:
+    if target in _CHECKS and isinstance(args[0], jax.Array):
       value, *others = args
       check = functools.partial(_CHECKS[target], *others, **kwargs)
       self.checks.append((value, check))
@@ -301,6 +301,7 @@ def _check_info(name: str, info: jax.Array, **kwargs) -> None:
 _CHECKS = {
   aten._assert_async.default: functools.partial(_check_true, "_assert_async failed"),
   aten._assert_async.msg: _check_true,
+  aten._assert_scalar.default: _check_true,
   aten._linalg_check_errors.default: _check_info,
 }
 
