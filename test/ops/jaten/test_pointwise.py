@@ -199,6 +199,8 @@ BINARY_CASES = (
   Case(torch.heaviside, SPECIAL, torch.tensor(0.5)),
   Case(torch.ldexp, X, INTS),
   Case(torch.ldexp, INTS, DIVISORS),
+  Case(torch.ldexp, X.half(), INTS),
+  Case(torch.ldexp, X.to(bf16), INTS.to(torch.int8)),
   Case(torch.nextafter, X, Y),
   Case(torch.nextafter, SPECIAL.to(bf16), SPECIAL.flip(0).to(bf16)),
   Case(torch.xlogy, X, POSITIVE, grad=True),
@@ -418,6 +420,11 @@ TENS = torch.pow(10.0, WHOLE.clamp(-37, 38))
 EXACT = {
   "exp2": (torch.exp2, WHOLE),
   "ldexp": (lambda x: torch.ldexp(torch.ones_like(x), x), WHOLE),
+  "ldexp past a power": (lambda x: torch.ldexp(2 ** (-x), x.int() * 2), WHOLE),
+  "ldexp at the limits": (
+    lambda x: torch.ldexp(torch.full_like(x, math.inf), x.int() * 30),
+    WHOLE,
+  ),
   "log2": (torch.log2, torch.pow(2.0, WHOLE)),
   "log10": (torch.log10, TENS),
   "round": (lambda x: torch.round(x, decimals=2), WHOLE * 1.115),

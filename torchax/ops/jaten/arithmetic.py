@@ -4,6 +4,8 @@ Operands are promoted by torch's rules first, so each JAX function gets arrays o
 dtype.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -19,7 +21,6 @@ from torchax.ops.promotion import (
   promote,
   promote_to_float,
   result_dtype,
-  to_float,
   widen,
   with_exact_numbers,
 )
@@ -299,8 +300,20 @@ def _aten_pow_scalar(self, exponent):
 
 @op(aten.ldexp)
 def _aten_ldexp(self, other):
-  """Multiply by 2.0 ** other, as torch does: two integers give a float."""
-  scale = to_float(lax.convert_element_type(other, result_dtype(other, 2.0)))
-  value, scale = promote(self, scale)
-  # Rounding the power to half precision would lose half of the digits.
-  return in_float32(lambda v, s: v * _complex.exp2(s))(value, scale)
+  """Multiply by 2.0 ** other; two integers give a float."""
+  dtype = result_dtype(self, other, 2.0)
+  exponents = (other,)
+  if is_exact(other):
+    # The power itself may be too large or too small for the dtype.
+    limit = -3 * int(jnp.finfo(jnp.promote_types(dtype, "float32")).minexp)
+    exponent = other.astype(jnp.promote_types(other.dtype, "int32"))
+    exponent = jnp.clip(exponent, -limit, limit)
+    third, rest = exponent // 3, exponent - exponent // 3
+    exponents = (third, rest // 2, rest - rest // 2)
+
+  def product(value, *exponents):
+    return math.prod(map(_complex.exp2, exponents), start=value)
+
+  # Rounding the powers to half precision would lose half of the digits.
+  operands = [array.astype(dtype) for array in (self, *exponents)]
+  return in_float32(product)(*operands)
