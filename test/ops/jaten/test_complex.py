@@ -42,9 +42,16 @@ def test_the_sign_of_zero_chooses_the_side_of_a_cut(function, parts):
     assert_close([result.cpu() for result in run(z.to("jax"))], list(expected))
 
 
+def logaddexp_of_all(z):
+  return torch.logaddexp(z.reshape(-1, 1), z.reshape(-1))
+
+
 @pytest.mark.parametrize(
   "function",
-  [torch.abs, torch.exp, torch.exp2, torch.sqrt, torch.atan, torch.atanh],
+  [
+    *(torch.abs, torch.exp, torch.exp2, torch.sqrt, torch.atan, torch.atanh),
+    logaddexp_of_all,
+  ],
 )
 def test_infinities_and_nan_are_those_of_c(function):
   parts = torch.tensor([0.0, -0.0, 1, -2.5, 1e3, torch.inf, -torch.inf, torch.nan])

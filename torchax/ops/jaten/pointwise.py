@@ -159,7 +159,14 @@ def _logaddexp(left, right):
     jnp.where(is_larger, left, right),
     jnp.where(is_larger, right, left),
   )
-  return larger + jnp.log1p(jnp.exp(smaller - larger))
+  result = larger + jnp.log1p(_complex.exp(smaller - larger))
+  # The difference of equal infinities is NaN.
+  total = jnp.log(_complex.exp(smaller) + _complex.exp(larger))
+  limit = jnp.where(larger.real < 0, smaller, total)
+  are_equal = jnp.isinf(larger.real) & (larger.real == smaller.real)
+  result = jnp.where(are_equal, limit, result)
+  is_nan = jnp.isnan(left) | jnp.isnan(right)
+  return jnp.where(is_nan, complex(math.nan, math.nan), result)
 
 
 BINARY = {
