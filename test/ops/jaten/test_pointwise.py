@@ -403,6 +403,22 @@ def test_bounds_that_the_dtype_does_not_hold_are_refused(function):
     function(SMALL.to("jax"), 300)
 
 
+@pytest.mark.parametrize("function", [torch.gcd, torch.lcm])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.uint8])
+def test_divisors_of_the_least_integer_are_found(function, dtype):
+  limits = torch.iinfo(dtype)
+  numbers = torch.tensor([limits.min, limits.max, 0, 1, 2, 3, 12, 100], dtype=dtype)
+  if limits.min:
+    numbers = torch.cat([numbers, -numbers[2:]])
+  if function is torch.lcm and dtype is torch.int32:
+    numbers = numbers[2:]  # the multiple overflows, which C leaves undefined
+  pairs = numbers[:, None], numbers
+  for run in (function, torchax.interop.jax_jit(function)):
+    found = run(*[numbers.to("jax") for numbers in pairs]).cpu()
+    # In torch the overflow of -limits.min makes some divisors negative.
+    assert torch.equal(found.abs(), function(*pairs).abs())
+
+
 def test_erf_stays_within_one():
   # XLA's for CPUs exceeds it, for which the logarithm of Normal.cdf is NaN.
   values = torch.linspace(3.7, 3.9, 4001) * torch.tensor([[-1], [1]])

@@ -169,11 +169,28 @@ def _logaddexp(left, right):
   return jnp.where(is_nan, complex(math.nan, math.nan), result)
 
 
+def _gcd(left, right):
+  """Return the greatest common divisor; that of the least integer and 0 wraps."""
+  # `jnp.gcd` does not end for the least integer, whose absolute value is negative.
+  unsigned = f"uint{8 * left.dtype.itemsize}"
+  sizes = [jnp.abs(array).astype(unsigned) for array in (left, right)]
+  return jnp.gcd(*sizes).astype(left.dtype)
+
+
+def _lcm(left, right):
+  """Return the least common multiple, modulo 2 to the number of bits."""
+  operands = left, right, _gcd(left, right)
+  wide = jnp.promote_types(left.dtype, "int32")
+  first, second, divisor = (array.astype(wide) for array in operands)
+  multiple = first // jnp.where(divisor == 0, 1, divisor) * second
+  return jnp.abs(multiple).astype(left.dtype)
+
+
 BINARY = {
   "eq": jnp.equal,
-  "gcd": jnp.gcd,
+  "gcd": _gcd,
   "hypot": in_float32(jnp.hypot),
-  "lcm": jnp.lcm,
+  "lcm": _lcm,
   "logaddexp": in_float32(_logaddexp),
   "logaddexp2": in_float32(jnp.logaddexp2),
   "ne": jnp.not_equal,
