@@ -42,6 +42,32 @@ def test_the_sign_of_zero_chooses_the_side_of_a_cut(function, parts):
     assert_close([result.cpu() for result in run(z.to("jax"))], list(expected))
 
 
+def test_powers_are_as_exact_as_those_of_torch():
+  generator = torch.Generator().manual_seed(0)
+  parts = torch.randn(2, 10_000, 2, generator=generator) * 9
+  base, exponent = map(torch.view_as_complex, parts)
+  exact = torch.pow(base.to(torch.complex128), exponent.to(torch.complex128))
+  is_normal = (exact.abs() > 1e-30) & (exact.abs() < 1e37)
+
+  def error(result):
+    return ((result - exact).abs() / exact.abs())[is_normal]
+
+  on_jax = base.to("jax"), exponent.to("jax")
+  expected = error(torch.pow(base, exponent))
+  for run in (torch.pow, interop.jax_jit(torch.pow)):
+    found = error(run(*on_jax).cpu())
+    assert found.mean() < 1.2 * expected.mean()
+    assert found.max() < 2 * expected.max()
+
+
+@pytest.mark.parametrize("exponent", [2.5, 3 + 1j])
+def test_powers_of_zero_are_zero_with_gradient_zero(exponent):
+  power = interop.jax_view(lambda z: (z**exponent).abs().square())
+  zero = jax.numpy.asarray(0j)
+  assert power(zero) == 0
+  assert jax.grad(power)(zero) == 0
+
+
 def logaddexp_of_all(z):
   return torch.logaddexp(z.reshape(-1, 1), z.reshape(-1))
 

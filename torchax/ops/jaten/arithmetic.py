@@ -226,12 +226,14 @@ def _aten_fmod(self, other):
 # --- Powers -------------------------------------------------------------------------
 
 
-def _float_power(base, exponent):
-  power = jnp.power(base, exponent)
-  if not jnp.iscomplexobj(power):
-    return power
-  # jnp.power computes complex powers by a logarithm, which makes powers of 0 NaN.
-  return jnp.where((base == 0) & (exponent.real > 0), 0, power)
+def float_power(base, exponent):
+  """Raise floats or complex numbers of one dtype to powers; 0 ** positive is 0."""
+  if not (jnp.iscomplexobj(base) or jnp.iscomplexobj(exponent)):
+    return jnp.power(base, exponent)
+  # XLA's complex power has two factors, which may overflow or underflow.
+  is_zero = (base == 0) & (exponent.real > 0)
+  power = _complex.exp(exponent * jnp.log(jnp.where(is_zero, 1, base)))
+  return jnp.where(is_zero, 0, power)
 
 
 def _integer_power(base, exponent):
@@ -253,7 +255,7 @@ def _integer_power(base, exponent):
 def _power(base, exponent):
   """Compute powers in one dtype; a negative power of an integer truncates to 0."""
   if not is_exact(base):
-    return in_float32(_float_power)(base, exponent)
+    return in_float32(float_power)(base, exponent)
   if jnp.issubdtype(base.dtype, jnp.unsignedinteger):
     return _integer_power(base, exponent)
   power = _integer_power(base, jnp.maximum(exponent, 0))
@@ -295,7 +297,7 @@ def _aten_pow_scalar(self, exponent):
   if is_exact(base):  # int32 arithmetic is exact modulo 2**8 and 2**16 as well
     power = lax.integer_pow if is_known else _integer_power
     return power(base.astype(jnp.promote_types(dtype, "int32")), exponent).astype(dtype)
-  return in_float32(lambda x: _float_power(x, jnp.asarray(exponent, x.dtype)))(base)
+  return in_float32(lambda x: float_power(x, jnp.asarray(exponent, x.dtype)))(base)
 
 
 @op(aten.ldexp)

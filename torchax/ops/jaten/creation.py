@@ -20,6 +20,7 @@ from torchax.core.static_values import NUMBERS, StaticValue
 from torchax.ops.builtin import Kind, op
 from torchax.ops.casting import cast, require_fit
 from torchax.ops.jaten import _on_host
+from torchax.ops.jaten.arithmetic import float_power
 from torchax.ops.promotion import default_float, dtype_or, result_dtype
 from torchax.registry.names import aten
 from torchax.tensor import Tensor
@@ -313,7 +314,7 @@ def _aten_logspace(start, end, steps, base=10.0, *, dtype=None):
   if jnp.issubdtype(jax_dtype, jnp.integer):  # torch truncates them too
     start, end = jnp.trunc(start), jnp.trunc(end)
   exponents = _equally_spaced(start, end, steps, jax_dtype)
-  return cast(jnp.power(jnp.asarray(base, exponents.dtype), exponents), jax_dtype)
+  return cast(float_power(jnp.asarray(base, exponents.dtype), exponents), jax_dtype)
 
 
 @op(
