@@ -399,7 +399,7 @@ def test_half_precision_rounds_once(function, dtype):
 
 @pytest.mark.parametrize("function", [torch.clamp, torch.clamp_min, torch.clamp_max])
 def test_bounds_that_the_dtype_does_not_hold_are_refused(function):
-  with pytest.raises(RuntimeError, match="overflow"):
+  with pytest.raises(RuntimeError, match="overflow|outside the representable range"):
     function(SMALL.to("jax"), 300)
 
 
