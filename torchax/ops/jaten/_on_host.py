@@ -307,9 +307,8 @@ def embedding_dense_backward(
 def scatter(self, dim, index, src, accumulate=False):
   """Write or add elements along a dimension."""
   values = src[tuple(slice(size) for size in index.shape)]
-  if values.shape != index.shape or index.ndim != self.ndim or not index.size:
-    return None
-  if index.min() < 0:
+  is_matching = values.shape == index.shape and index.ndim == self.ndim
+  if not is_matching or index.min(initial=0) < 0:
     return None
   grid = list(np.ogrid[tuple(slice(size) for size in index.shape)])
   grid[dim] = index
