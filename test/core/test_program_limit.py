@@ -78,6 +78,35 @@ def test_programs_that_compile_quickly_give_the_same_numbers(name):
     assert _bits(quick) == _bits(expected)
 
 
+SUMS = {
+  "all": (lambda x: x.sum(), (1_000_000,)),
+  "along rows": (lambda x: x.sum(1), (30, 3000)),
+  "along columns": (lambda x: x.sum(0), (3000, 30)),
+  "of squares": (lambda x: ((x - 1) ** 2).mean(), (700, 800)),
+  "of few numbers": (lambda x: x.sum(), (4000,)),
+}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_of_quick_programs_are_exact_to_a_few_bits(name, dtype):
+  function, shape = SUMS[name]
+  with jax.enable_x64(True):
+    x = np.abs(np.random.default_rng(2).standard_normal(shape)).astype(dtype)
+    quick = jax.jit(function, compiler_options=program_limit.quick_options())(x)
+    wide = function(x.astype(np.longdouble))
+    tolerance = 8 * jnp.finfo(dtype).eps
+  np.testing.assert_allclose(np.asarray(quick, wide.dtype), wide, rtol=tolerance)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="options of the CPU alone")
+def test_a_small_sum_is_one_kernel():
+  options = program_limit.quick_options()
+  program = jax.jit(lambda x: x.sum(1), compiler_options=options)
+  text = program.lower(jnp.ones((8, 64))).compile().as_text()
+  assert text.count(" reduce(") == 1 and "reduce-window" not in text
+
+
 ELEMENTWISE = [name for name in (*FUNCTIONS, "tangent") if name not in IN_ANOTHER_ORDER]
 
 

@@ -188,21 +188,20 @@ def jit(
   return jitted
 
 
+_LEVEL = "xla_backend_optimization_level"
 # Options of XLA's CPU compiler. For the program of one operation, its newer emitters
 # and LLVM levels above 1 compile two to six times as long, and the program runs no
-# faster (benchmarks/compiling.py). The bits are the same except for tangents and the
-# order in which a sum is added. So few kernels are best compiled together.
+# faster (benchmarks/compiling.py). So few kernels are best compiled together. The
+# rewriter splits a reduction that no library computes (fewer than 4096 elements, other
+# dtypes than floats) into two, which compile two to five times as long as one.
 _QUICK = {
-  "xla_cpu_use_fusion_emitters": False,
-  "xla_backend_optimization_level": 1,
+  _LEVEL: 1,
   "xla_cpu_parallel_codegen_split_count": 1,
+  # These two change bits: of tangents, as in Cauchy draws, and of sums.
+  "xla_cpu_use_fusion_emitters": False,
+  "xla_disable_hlo_passes": "tree_reduction_rewriter",
 }
-
-
-_LEVEL = "xla_backend_optimization_level"
-# The older emitters compute another tangent, so eager Cauchy draws would differ from
-# those in a compiled function.
-_NOT_THE_SAME_BITS = "xla_cpu_use_fusion_emitters"
+_SAME_BITS = (_LEVEL, "xla_cpu_parallel_codegen_split_count")
 
 
 @functools.cache
@@ -218,9 +217,8 @@ def quick_options(effort: Effort = Effort.LEAST) -> dict | None:
   """
   if jax.default_backend() != "cpu" or effort is Effort.FULL:
     return None
-  options = {name: value for name, value in _QUICK.items() if _is_known(name, value)}
-  if effort is Effort.SAME_BITS:
-    options.pop(_NOT_THE_SAME_BITS, None)
+  names = _SAME_BITS if effort is Effort.SAME_BITS else tuple(_QUICK)
+  options = {name: _QUICK[name] for name in names if _is_known(name, _QUICK[name])}
   if effort is Effort.NONE and _LEVEL in options:
     options[_LEVEL] = 0
   return options or None

@@ -222,6 +222,16 @@ def test_errors_equal_torch(row):
     function(*(arg.to("jax") if torch.is_tensor(arg) else arg for arg in args))
 
 
+@pytest.mark.parametrize("function", [torch.sum, torch.mean])
+def test_complex_sums_are_exact_to_a_few_bits(function):
+  values = torch.complex(*floats(2, 700, 800, low=0.1, high=1.1))
+  wide = function(values.to(torch.complex128))
+  with torchax.default_env():
+    actual = function(values.to("jax"))
+  tolerance = 2 * torch.finfo(values.dtype).eps
+  torch.testing.assert_close(actual.cpu().to(wide.dtype), wide, rtol=tolerance, atol=0)
+
+
 @pytest.mark.parametrize("function", [torch.sum, torch.nansum, torch.mean])
 def test_half_precision_accumulates_in_float32(function):
   """A running sum in bfloat16 stays at 256: adding 1 to it rounds back."""

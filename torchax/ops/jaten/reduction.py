@@ -51,11 +51,20 @@ def _widen(array):
 # --- Sums ---------------------------------------------------------------------------
 
 
+def _sum(values, axes, keepdim):
+  """Sum; complex numbers by parts, because XLA's CPU libraries sum real ones."""
+  if jnp.iscomplexobj(values):
+    parts = [
+      jnp.sum(part, axes, keepdims=keepdim) for part in (values.real, values.imag)
+    ]
+    return lax.complex(*parts)
+  return jnp.sum(values, axes, keepdims=keepdim)
+
+
 @op(aten.sum)
 def _aten_sum(self, dim=None, keepdim=False, dtype=None):
   terms = _to_sum_dtype(self, dtype)
-  total = jnp.sum(_widen(terms), axis=_axes(self, dim), keepdims=keepdim)
-  return total.astype(terms.dtype)
+  return _sum(_widen(terms), _axes(self, dim), keepdim).astype(terms.dtype)
 
 
 @op(aten.nansum)
@@ -67,7 +76,7 @@ def _aten_nansum(self, dim=None, keepdim=False, dtype=None):
 def _mean(values, axes, keepdim):
   """Return the mean; that of equal numbers is exact, unlike with `jnp.mean`."""
   count = math.prod(values.shape[axis] for axis in axes)
-  return quotient(jnp.sum(values, axis=axes, keepdims=keepdim), count)
+  return quotient(_sum(values, axes, keepdim), count)
 
 
 @op(aten.mean)
