@@ -52,6 +52,7 @@ def _functions() -> dict[str, tuple]:
     "softmax": (lambda x: jax.nn.softmax(x, -1), x),
     "layer norm": (_layer_norm, x, w),
     "layer norm, gradient": (_squares(_layer_norm), x, w),
+    "layer norm of 8 rows, gradient": (_squares(_layer_norm), x[0, :8], w),
     "attention": (_attention, x),
     "convolution, gradient": (_squares(_conv), x, kernel),
     "cumulative sum": (lambda x: jnp.cumsum(x, 1), x),
