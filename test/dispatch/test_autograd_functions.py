@@ -6,6 +6,7 @@ Gradients of operations are tested in `test_autograd.py`.
 import contextlib
 import copy
 
+import jax
 import jax.numpy as jnp
 import pytest
 import torch
@@ -275,3 +276,17 @@ def test_a_call_works_while_jax_traces():
     return values.grad
 
   assert_same(gradient(A.to("jax")), A.cos() * 2)
+
+
+def test_residuals_share_memory_with_arguments_and_results():
+  function = autograd.ArrayFunction(
+    lambda a, b: {"product": a @ b, "power": jnp.exp(a)}, saves_residuals=True
+  )
+  arrays = jnp.ones((2, 3)), jnp.ones((3, 4))
+  result, pullback = function.linearize(*arrays)
+  residuals = set(map(id, jax.tree.leaves(pullback)))
+  assert {id(result["power"]), *map(id, arrays)} <= residuals
+  of_power, of_product = jnp.ones((2, 3)), jnp.ones((2, 4))
+  to_a, to_b = function.pull(pullback, [of_power, of_product])
+  assert jnp.allclose(to_a, 4 + jnp.exp(arrays[0]))
+  assert (to_b == 2).all()

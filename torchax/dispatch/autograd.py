@@ -18,6 +18,7 @@ from torchax.compat import jax_compat, torch_compat
 from torchax.core import deferred, explicit_axes, grad_mode
 from torchax.core.chains import WHOLE, reader_of
 from torchax.core.recorder import ARRAYS
+from torchax.core.static_values import StaticValue
 from torchax.core.storage import active
 from torchax.dispatch import compiling
 from torchax.dispatch.batched_gradients import over_batches
@@ -113,7 +114,7 @@ class ArrayFunction:
     self._run = deferred.run_at_once if may_fail else deferred.run
     self._function = function = explicit_axes.with_explicit_axes(function, compiled)
     self._value = _Compiled(function, operator)
-    self._linearized = _Compiled(self._linearize, operator)
+    self._linearized = _Compiled(self._linearize_apart, operator)
     self._gradients: dict[tuple, ArrayFunction] = {}
 
   def value(self, *arrays):
@@ -139,7 +140,24 @@ class ArrayFunction:
 
     Both lists of cotangents contain floating-point and complex leaves only.
     """
-    return self._call(self._linearized, arrays)
+    out, computed, form = self._call(self._linearized, arrays)
+    treedef, sources = form.value
+    known, computed = [*arrays, *jax.tree.leaves(out)], iter(computed)
+    leaves = [next(computed) if n is None else known[n] for n in sources]
+    return out, jax.tree.unflatten(treedef, leaves)
+
+  def _linearize_apart(self, *arrays):
+    """Return the result, and the residuals apart from the arguments and results.
+
+    A program would copy arguments that it returns. The third value has the structure
+    of the pullback, and the index of each residual among arguments and results.
+    """
+    out, pullback = self._linearize(*arrays)
+    known = {id(each): n for n, each in enumerate([*arrays, *jax.tree.leaves(out)])}
+    leaves, treedef = jax.tree.flatten(pullback)
+    sources = tuple([known.get(id(leaf)) for leaf in leaves])
+    computed = [leaf for leaf, n in zip(leaves, sources) if n is None]
+    return out, computed, StaticValue((treedef, sources))
 
   def _linearize(self, *arrays):
     indices = [n for n, a in enumerate(arrays) if n >= self._numbers and is_inexact(a)]
