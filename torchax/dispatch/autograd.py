@@ -17,6 +17,7 @@ import torch
 from torchax.compat import jax_compat, torch_compat
 from torchax.core import deferred, explicit_axes, grad_mode
 from torchax.core.chains import WHOLE, reader_of
+from torchax.core.error_messages import donation_explained
 from torchax.core.recorder import ARRAYS
 from torchax.core.static_values import StaticValue
 from torchax.core.storage import active
@@ -62,6 +63,10 @@ def conjugate(arrays):
   return [
     a.conj() if jnp.issubdtype(a.dtype, jnp.complexfloating) else a for a in arrays
   ]
+
+
+BACKWARD = "A backward pass"
+"""Name of a backward pass in errors."""
 
 
 class _Compiled:
@@ -123,7 +128,8 @@ class ArrayFunction:
 
   def pull(self, pullback, cotangents: list) -> list:
     """Return the cotangents of the inputs; see `linearize`."""
-    return self._call(_pull_compiled(), (pullback, cotangents))
+    with donation_explained(BACKWARD):
+      return self._call(_pull_compiled(), (pullback, cotangents))
 
   def _call(self, form: "_Compiled", operands: Sequence):
     """Call the form of a function that suits the trace in progress."""

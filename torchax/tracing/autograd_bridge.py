@@ -24,6 +24,7 @@ from torchax import rng
 from torchax.compat import jax_compat, torch_compat
 from torchax.core import program_limit
 from torchax.core.boundary import Boundary
+from torchax.core.error_messages import donation_explained
 from torchax.core.partitions import is_tensor
 from torchax.core.program_limit import ProgramCache
 from torchax.core.storage import Storage
@@ -52,6 +53,7 @@ class BackwardProgram:
     assigned: targets (`effects.py`) whose tensors follow the result in the outputs.
     written: outer storages that the function writes.
     used: one flag per entry of `arguments`, then of `roots`: the outputs depend on it.
+    sources: index of each residual among the operands, or None; see `Tape.leave_out`.
   """
 
   indices: tuple[int, ...]
@@ -62,6 +64,7 @@ class BackwardProgram:
   assigned: tuple
   written: list[Storage]
   used: tuple[bool, ...] = ()
+  sources: tuple[int | None, ...] = ()
 
   def __post_init__(self):
     # Compiled gradients that are differentiable themselves, by static arguments.
@@ -99,7 +102,8 @@ class BackwardProgram:
 
   def __call__(self, residuals, cotangents) -> list:
     """Return the gradients of the inputs marked in `used`."""
-    return self._compiled(residuals, cotangents)
+    with donation_explained(autograd.BACKWARD):
+      return self._compiled(residuals, cotangents)
 
   def gradients_of(self, out, leaves, gradients) -> tuple:
     """Return the gradients from torch's autograd, with a graph for higher derivatives.
@@ -132,12 +136,35 @@ class Tape:
   program: BackwardProgram
   residuals: list
 
+  def leave_out(self, operands: Sequence) -> None:
+    """Remove residuals that are operands of the trace; a program would copy them.
+
+    Scalars are kept: the caller may pass Python numbers.
+    """
+    known = {id(v): n for n, v in enumerate(operands) if getattr(v, "ndim", 0)}
+    sources = [known.get(id(residual)) for residual in self.residuals]
+    self.program.sources = tuple(sources)
+    kept = zip(self.residuals, sources)
+    self.residuals[:] = [residual for residual, n in kept if n is None]
+
+  def insert(self, operands: Sequence) -> None:
+    """Insert the residuals that `leave_out` has removed, from those of the call."""
+    kept = iter(self.residuals)
+    self.residuals[:] = [
+      next(kept) if n is None else _unchangeable(operands[n])
+      for n in self.program.sources
+    ]
+
   def tree_flatten(self):
     return self.residuals, self.program
 
   @classmethod
   def tree_unflatten(cls, program, residuals):
     return cls(program, list(residuals))
+
+
+def _unchangeable(array) -> jax.Array:
+  return array if isinstance(array, jax.Array) else jnp.array(array)
 
 
 def record(
