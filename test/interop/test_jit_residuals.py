@@ -33,6 +33,17 @@ def test_programs_return_no_operands():
   assert_same(w.grad, X.T @ product)
 
 
+def test_results_are_residuals_too():
+  x = X.to("jax").requires_grad_()
+  function = jax_jit(lambda x: {"exp": x.exp(), "twice": 2 * x})
+  assert results(function, x) == [(2, 3), (2, 3)]
+  exp, twice = function(x).values()
+  with torch.no_grad():
+    twice.zero_()
+  exp.sum().backward()
+  assert_same(x.grad, X.exp())
+
+
 @pytest.mark.parametrize("name", ["donate_argnums", "in_shardings"])
 def test_donated_and_sharded_arguments_are_copied(name):
   here = jax.sharding.SingleDeviceSharding(jax.devices()[0])

@@ -111,7 +111,7 @@ class Jitted(Generic[P, R]):
     self._keeps_order = buckets is None and not any(
       "shardings" in k for k in jit_kwargs
     )
-    # Arguments with shardings may be moved, and donated ones are gone after the call.
+    # Arrays with shardings may be moved, and donated ones are gone after the call.
     given = [key for key, value in jit_kwargs.items() if value is not None]
     self._keeps_arguments = not any("shardings" in k or "donate" in k for k in given)
     options = Options(
@@ -142,9 +142,9 @@ class Jitted(Generic[P, R]):
 
     def program(rng, operands, *args, **kwargs):
       result = counted.trace(self.traced, rng, operands, *args, **kwargs)
-      (_, effects), _ = result
+      (out, effects), _ = result
       if effects is not None and effects.tape is not None:
-        effects.tape.leave_out(self._residuals_among(operands, args, kwargs))
+        effects.tape.leave_out(self._held(operands, args, kwargs, out))
       self.traced.record_trace(operands, args, kwargs)
       return result
 
@@ -156,10 +156,10 @@ class Jitted(Generic[P, R]):
     program.__name__ = self.traced.__name__
     return counted.of(self._compile(program, **kwargs))
 
-  def _residuals_among(self, operands, args, kwargs) -> list:
-    """Return the operands of a call that may be residuals as they are."""
-    leaves = jax.tree.leaves((args, kwargs)) if self._keeps_arguments else []
-    return [*operands[0], *leaves]
+  def _held(self, operands, args, kwargs, out) -> list:
+    """Return the arrays of a call that its tape shares: operands and results."""
+    others = (args, kwargs, out) if self._keeps_arguments else ()
+    return [*operands[0], *jax.tree.leaves(others)]
 
   def _bucketed(self, sizes: PaddedSizes, counted, kwargs) -> Bucketed:
     def function(rng, operands, *args, **kwargs):
@@ -263,7 +263,7 @@ class Jitted(Generic[P, R]):
       differentiate = None
       if effects.tape is not None:
         if self._sizes is None:
-          effects.tape.insert(self._residuals_among(operands, args, kwargs))
+          effects.tape.insert(self._held(operands, args, kwargs, out))
         tensors = self.traced.captures.tensors
         numbers = host_numbers.current_argument_values()
         bases = bases_of(leaves)

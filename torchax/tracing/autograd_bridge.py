@@ -53,7 +53,8 @@ class BackwardProgram:
     assigned: targets (`effects.py`) whose tensors follow the result in the outputs.
     written: outer storages that the function writes.
     used: one flag per entry of `arguments`, then of `roots`: the outputs depend on it.
-    sources: index of each residual among the operands, or None; see `Tape.leave_out`.
+    sources: index of each residual among what the caller holds, or None; see
+      `Tape.leave_out`.
   """
 
   indices: tuple[int, ...]
@@ -136,23 +137,24 @@ class Tape:
   program: BackwardProgram
   residuals: list
 
-  def leave_out(self, operands: Sequence) -> None:
-    """Remove residuals that are operands of the trace; a program would copy them.
+  def leave_out(self, held: Sequence) -> None:
+    """Remove residuals that the caller holds; a program would return copies of them.
 
-    Scalars are kept: the caller may pass Python numbers.
+    Args:
+      held: operands and results of the trace. Scalars may be Python numbers in a call,
+        so residuals that are scalars are kept.
     """
-    known = {id(v): n for n, v in enumerate(operands) if getattr(v, "ndim", 0)}
+    known = {id(v): n for n, v in enumerate(held) if getattr(v, "ndim", 0)}
     sources = [known.get(id(residual)) for residual in self.residuals]
     self.program.sources = tuple(sources)
     kept = zip(self.residuals, sources)
     self.residuals[:] = [residual for residual, n in kept if n is None]
 
-  def insert(self, operands: Sequence) -> None:
+  def insert(self, held: Sequence) -> None:
     """Insert the residuals that `leave_out` has removed, from those of the call."""
     kept = iter(self.residuals)
     self.residuals[:] = [
-      next(kept) if n is None else _unchangeable(operands[n])
-      for n in self.program.sources
+      next(kept) if n is None else _unchangeable(held[n]) for n in self.program.sources
     ]
 
   def tree_flatten(self):
