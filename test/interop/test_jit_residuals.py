@@ -18,7 +18,7 @@ def weight() -> torch.Tensor:
 
 
 def results(function, *args) -> list[tuple[int, ...]]:
-  """Return the shapes of what the program of a call returns."""
+  """Return the shapes of the results of a program."""
   return [info.shape for info in jax.tree.leaves(function.trace(*args).out_info)]
 
 

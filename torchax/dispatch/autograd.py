@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 
 from torchax.compat import jax_compat, torch_compat
@@ -63,6 +64,32 @@ def conjugate(arrays):
   return [
     a.conj() if jnp.issubdtype(a.dtype, jnp.complexfloating) else a for a in arrays
   ]
+
+
+def without_held(residuals: Sequence, held: Sequence) -> tuple[list, tuple]:
+  """Return the residuals that a program has to return.
+
+  It would return copies of those that its caller holds.
+
+  Args:
+    residuals: residuals in a trace.
+    held: operands and results of the trace. Scalars do not count: they may be Python
+      numbers in a call.
+
+  Returns:
+    The other residuals, and for each residual its index in `held`, or None.
+  """
+  known = {id(each): n for n, each in enumerate(held) if getattr(each, "ndim", 0)}
+  sources = tuple([known.get(id(residual)) for residual in residuals])
+  return [r for r, n in zip(residuals, sources) if n is None], sources
+
+
+def with_held(own: Sequence, sources: Sequence[int | None], held: Sequence) -> list:
+  """Return all residuals of a call, from the results of `without_held`."""
+  remaining = iter(own)
+  found = [next(remaining) if n is None else held[n] for n in sources]
+  # The caller may change a numpy array.
+  return [jnp.array(r) if isinstance(r, np.ndarray) else r for r in found]
 
 
 BACKWARD = "A backward pass"
@@ -146,24 +173,17 @@ class ArrayFunction:
 
     Both lists of cotangents contain floating-point and complex leaves only.
     """
-    out, computed, form = self._call(self._linearized, arrays)
+    out, own, form = self._call(self._linearized, arrays)
     treedef, sources = form.value
-    known, computed = [*arrays, *jax.tree.leaves(out)], iter(computed)
-    leaves = [next(computed) if n is None else known[n] for n in sources]
+    leaves = with_held(own, sources, [*arrays, *jax.tree.leaves(out)])
     return out, jax.tree.unflatten(treedef, leaves)
 
   def _linearize_apart(self, *arrays):
-    """Return the result, and the residuals apart from the arguments and results.
-
-    A program would copy arguments that it returns. The third value has the structure
-    of the pullback, and the index of each residual among arguments and results.
-    """
+    """Return the result, the residuals by `without_held`, and the pullback's form."""
     out, pullback = self._linearize(*arrays)
-    known = {id(each): n for n, each in enumerate([*arrays, *jax.tree.leaves(out)])}
     leaves, treedef = jax.tree.flatten(pullback)
-    sources = tuple([known.get(id(leaf)) for leaf in leaves])
-    computed = [leaf for leaf, n in zip(leaves, sources) if n is None]
-    return out, computed, StaticValue((treedef, sources))
+    own, sources = without_held(leaves, [*arrays, *jax.tree.leaves(out)])
+    return out, own, StaticValue((treedef, sources))
 
   def _linearize(self, *arrays):
     indices = [n for n, a in enumerate(arrays) if n >= self._numbers and is_inexact(a)]

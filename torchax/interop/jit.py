@@ -144,7 +144,7 @@ class Jitted(Generic[P, R]):
       result = counted.trace(self.traced, rng, operands, *args, **kwargs)
       (out, effects), _ = result
       if effects is not None and effects.tape is not None:
-        effects.tape.leave_out(self._held(operands, args, kwargs, out))
+        effects.tape = effects.tape.without(self._held(operands, args, kwargs, out))
       self.traced.record_trace(operands, args, kwargs)
       return result
 
@@ -262,8 +262,7 @@ class Jitted(Generic[P, R]):
     else:
       differentiate = None
       if effects.tape is not None:
-        if self._sizes is None:
-          effects.tape.insert(self._held(operands, args, kwargs, out))
+        effects.tape = effects.tape.filled(self._held(operands, args, kwargs, out))
         tensors = self.traced.captures.tensors
         numbers = host_numbers.current_argument_values()
         bases = bases_of(leaves)

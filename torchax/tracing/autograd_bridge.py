@@ -53,8 +53,6 @@ class BackwardProgram:
     assigned: targets (`effects.py`) whose tensors follow the result in the outputs.
     written: outer storages that the function writes.
     used: one flag per entry of `arguments`, then of `roots`: the outputs depend on it.
-    sources: index of each residual among what the caller holds, or None; see
-      `Tape.leave_out`.
   """
 
   indices: tuple[int, ...]
@@ -65,7 +63,6 @@ class BackwardProgram:
   assigned: tuple
   written: list[Storage]
   used: tuple[bool, ...] = ()
-  sources: tuple[int | None, ...] = ()
 
   def __post_init__(self):
     # Compiled gradients that are differentiable themselves, by static arguments.
@@ -132,41 +129,35 @@ class BackwardProgram:
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class Tape:
-  """Record of one call for its backward pass: static program and residual arrays."""
+  """Record of one call for its backward pass: static program and residual arrays.
+
+  Attributes:
+    sources: see `autograd.without_held`; None if `residuals` has all of them.
+  """
 
   program: BackwardProgram
   residuals: list
+  sources: tuple[int | None, ...] | None = None
 
-  def leave_out(self, held: Sequence) -> None:
-    """Remove residuals that the caller holds; a program would return copies of them.
+  def without(self, held: Sequence) -> "Tape":
+    """Return the tape of a trace without the residuals that the caller holds."""
+    own, sources = autograd.without_held(self.residuals, held)
+    return Tape(self.program, own, sources)
 
-    Args:
-      held: operands and results of the trace. Scalars may be Python numbers in a call,
-        so residuals that are scalars are kept.
-    """
-    known = {id(v): n for n, v in enumerate(held) if getattr(v, "ndim", 0)}
-    sources = [known.get(id(residual)) for residual in self.residuals]
-    self.program.sources = tuple(sources)
-    kept = zip(self.residuals, sources)
-    self.residuals[:] = [residual for residual, n in kept if n is None]
-
-  def insert(self, held: Sequence) -> None:
-    """Insert the residuals that `leave_out` has removed, from those of the call."""
-    kept = iter(self.residuals)
-    self.residuals[:] = [
-      next(kept) if n is None else _unchangeable(held[n]) for n in self.program.sources
-    ]
+  def filled(self, held: Sequence) -> "Tape":
+    """Return the tape of a call with the residuals that the caller holds."""
+    if self.sources is None:
+      return self
+    found = autograd.with_held(self.residuals, self.sources, held)
+    return Tape(self.program, found)
 
   def tree_flatten(self):
-    return self.residuals, self.program
+    return self.residuals, (self.program, self.sources)
 
   @classmethod
-  def tree_unflatten(cls, program, residuals):
-    return cls(program, list(residuals))
-
-
-def _unchangeable(array) -> jax.Array:
-  return array if isinstance(array, jax.Array) else jnp.array(array)
+  def tree_unflatten(cls, static, residuals):
+    program, sources = static
+    return cls(program, list(residuals), sources)
 
 
 def record(
