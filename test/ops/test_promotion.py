@@ -233,6 +233,7 @@ REFUSED_IN_PLACE = {
   "bool // bool": lambda d: on(d, [True], torch.bool) // on(d, [True], torch.bool),
   "float & int": lambda d: on(d, [1.0], torch.float32) & 1,
   "gcd of floats": lambda d: torch.gcd(*[on(d, [1.0], torch.float32)] * 2),
+  "lcm of bools": lambda d: torch.lcm(*[on(d, [True], torch.bool)] * 2),
   "complex of int": lambda d: torch.complex(on(d, [1]), on(d, [1])),
   "where of int": lambda d: torch.where(on(d, [1]), 1.0, 2.0),
 }

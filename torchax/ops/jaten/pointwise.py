@@ -171,6 +171,8 @@ def _logaddexp(left, right):
 
 def _gcd(left, right):
   """Return the greatest common divisor; that of the least integer and 0 wraps."""
+  if not jnp.issubdtype(left.dtype, jnp.integer):
+    raise NotImplementedError(f"gcd and lcm expect integers, but got {left.dtype}.")
   # `jnp.gcd` does not end for the least integer, whose absolute value is negative.
   unsigned = f"uint{8 * left.dtype.itemsize}"
   sizes = [jnp.abs(array).astype(unsigned) for array in (left, right)]
