@@ -121,8 +121,10 @@ def test_options_for_the_same_bits_change_none_but_of_sums(name):
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="options of the CPU alone")
 def test_the_options_are_known_to_this_version_of_xla():
   known = program_limit.quick_options()
+  repeated = program_limit.quick_options(program_limit.Effort.REPEATED)
   same_bits = program_limit.quick_options(program_limit.Effort.SAME_BITS)
-  assert same_bits.items() <= known.items() <= program_limit._QUICK.items()
+  assert same_bits.items() < repeated.items() <= known.items()
+  assert known.items() <= program_limit._QUICK.items()
   assert len(same_bits) == 2
   # Later versions have no older emitters.
   if versions.is_older(jax.__version__, "0.11"):

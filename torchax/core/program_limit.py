@@ -151,6 +151,7 @@ class Effort(enum.Enum):
 
   NONE = "none"  # for small arrays of a shape that is rarely repeated
   LEAST = "least"  # sums and tangents may differ in the last bit
+  REPEATED = "repeated"  # for many equal kernels; sums may differ in the last bit
   SAME_BITS = "same bits"  # except for the order in which sums are added
   FULL = "full"
 
@@ -189,6 +190,7 @@ def jit(
 
 
 _LEVEL = "xla_backend_optimization_level"
+_EMITTERS, _PASSES = "xla_cpu_use_fusion_emitters", "xla_disable_hlo_passes"
 # Options of XLA's CPU compiler. For the program of one operation, its newer emitters
 # and LLVM levels above 1 compile two to six times as long, and the program runs no
 # faster (benchmarks/compiling.py). So few kernels are best compiled together. The
@@ -197,11 +199,12 @@ _LEVEL = "xla_backend_optimization_level"
 _QUICK = {
   _LEVEL: 1,
   "xla_cpu_parallel_codegen_split_count": 1,
-  # These two change bits: of tangents, as in Cauchy draws, and of sums.
-  "xla_cpu_use_fusion_emitters": False,
-  "xla_disable_hlo_passes": "tree_reduction_rewriter",
+  _EMITTERS: False,
+  _PASSES: "tree_reduction_rewriter",
 }
-_SAME_BITS = (_LEVEL, "xla_cpu_parallel_codegen_split_count")
+# Options left out. The older emitters compute other tangents, as in Cauchy draws, and
+# compile equal kernels again. Both options change the order in which sums are added.
+_LEFT_OUT = {Effort.REPEATED: (_EMITTERS,), Effort.SAME_BITS: (_EMITTERS, _PASSES)}
 
 
 @functools.cache
@@ -217,8 +220,8 @@ def quick_options(effort: Effort = Effort.LEAST) -> dict | None:
   """
   if jax.default_backend() != "cpu" or effort is Effort.FULL:
     return None
-  names = _SAME_BITS if effort is Effort.SAME_BITS else tuple(_QUICK)
-  options = {name: _QUICK[name] for name in names if _is_known(name, _QUICK[name])}
+  chosen = {k: v for k, v in _QUICK.items() if k not in _LEFT_OUT.get(effort, ())}
+  options = {name: value for name, value in chosen.items() if _is_known(name, value)}
   if effort is Effort.NONE and _LEVEL in options:
     options[_LEVEL] = 0
   return options or None

@@ -12,7 +12,7 @@ from typing import Any
 
 from torchax.compat import jax_compat
 from torchax.core import program_limit
-from torchax.core.program_limit import Program
+from torchax.core.program_limit import Effort, Program
 from torchax.errors import DataDependentError
 from torchax.registry.operators import Kind, Operator, name_of
 
@@ -30,7 +30,10 @@ about traced shapes are TypeErrors; traced slices raise IndexError.
 
 
 def jit_if_possible(
-  function: Callable, operator: Operator | None = None, sharding=None
+  function: Callable,
+  operator: Operator | None = None,
+  sharding=None,
+  repeats: bool = False,
 ) -> Program:
   """Compile a function with `jax.jit`; add a fallback if its operator may not compile.
 
@@ -38,28 +41,27 @@ def jit_if_possible(
     function: function of arrays: the lowering and the steps around it.
     operator: operator of the lowering.
     sharding: sharding of the results; None lets JAX choose.
+    repeats: the program has many equal kernels, as for lists of tensors of few shapes.
 
   Returns:
     The compiled function. Its attribute `in_traces` is for calls inside
     transformations.
   """
   options = {} if sharding is None else {"out_shardings": sharding}
-  jitted = program_limit.jit(function, effort=_effort(operator), **options)
+  jitted = program_limit.jit(function, effort=_effort(operator, repeats), **options)
   if operator is None or operator.execution.compiled is not None:
     return jitted
   return _with_fallback(jitted, function, operator)
 
 
-def _effort(operator: Operator | None) -> program_limit.Effort:
+def _effort(operator: Operator | None, repeats: bool) -> Effort:
   """Return the compiler's effort; samplers need the bits of users' programs."""
   if operator is not None and operator.execution.is_brief:
-    return program_limit.Effort.NONE
-  if operator is None or operator.kind is not Kind.SAMPLER:
-    return program_limit.Effort.LEAST
-  if operator.draw.is_exact:
-    return program_limit.Effort.LEAST
+    return Effort.NONE
+  if operator is None or operator.kind is not Kind.SAMPLER or operator.draw.is_exact:
+    return Effort.REPEATED if repeats else Effort.LEAST
   is_known = operator.is_builtin and not operator.draw.order_dependent
-  return program_limit.Effort.SAME_BITS if is_known else program_limit.Effort.FULL
+  return Effort.SAME_BITS if is_known else Effort.FULL
 
 
 def _with_fallback(jitted: Program, function: Callable, operator: Operator) -> Program:

@@ -101,7 +101,8 @@ class Programs:
         self.check_with_torch(args, kwargs)
       example = torch_checks.Example(self, lowering.op, args, kwargs)
     function = lowering.program(static_key, write, example)
-    program = compiling.jit_if_possible(function, self._operator, sharding)
+    repeats = lowering.returns_lists and _repeats_shapes(args[0])
+    program = compiling.jit_if_possible(function, self._operator, sharding, repeats)
     if sharding is not None:
       return program
     given = program, lowering, static_key, write
@@ -160,6 +161,11 @@ class Programs:
         known.add(shapes)
 
     return require
+
+
+def _repeats_shapes(tensors) -> bool:
+  """Return True for a list in which shapes come four times on average, or more."""
+  return len(tensors) >= 4 * len({tensor.shape for tensor in tensors})
 
 
 class NumberPrograms(Generic[P]):

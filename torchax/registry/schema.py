@@ -56,6 +56,7 @@ class Schema:
     is_random: the operation draws from a generator.
     is_pointwise: torch says that each element of the only result depends on elements at
       the same place.
+    returns_lists: a result is a list of tensors.
   """
 
   names: tuple[str, ...]
@@ -66,6 +67,7 @@ class Schema:
   is_view: bool
   is_random: bool
   is_pointwise: bool
+  returns_lists: bool
 
 
 def _kind(argument) -> str:
@@ -90,6 +92,7 @@ def schema_of(op: OpOverload) -> Schema:
     is_random=torch.Tag.nondeterministic_seeded in op.tags,
     is_pointwise=op in _UNMARKED
     or (torch.Tag.pointwise in op.tags and len(op._schema.returns) == 1),
+    returns_lists=any(str(r.type) == "List[Tensor]" for r in op._schema.returns),
   )
 
 

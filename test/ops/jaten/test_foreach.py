@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 import torchax
 from torchax.compat import torch_compat
+from torchax.core import program_limit
 from torchax.errors import MixedDeviceError, WrongDtypeError
 from torchax.interop import jax_jit
 from torchax.ops.jaten import foreach
@@ -447,3 +448,25 @@ def test_fused_step_equals_torch(row, scaling):
   actual = step(to_jax)
   assert all(isinstance(parameter, Tensor) for parameter in actual[0])
   assert_same(actual, step(lambda tree: tree))
+
+
+@pytest.mark.parametrize("sizes", [(3, 3, 3, 3), (3, 3, 4, 4)], ids=str)
+def test_equal_rows_share_their_kernels(sizes, monkeypatch):
+  """XLA's newer emitters compile equal kernels once; few kernels take them longer."""
+  efforts, jit = {}, program_limit.jit
+
+  def recorded(function, effort=program_limit.Effort.LEAST, **options):
+    efforts[function.__name__] = effort
+    return jit(function, effort=effort, **options)
+
+  monkeypatch.setattr(program_limit, "jit", recorded)
+  torchax.clear_caches()
+  rows = [torch.rand(size, device="jax").requires_grad_() for size in sizes]
+  sum(row.sum() for row in rows).backward()
+  torch.nn.utils.clip_grad_norm_(rows, 1.0)
+  for fused in (True, False):
+    torch.optim.AdamW(rows, foreach=not fused, fused=fused).step()
+  of_lists = [effort for name, effort in efforts.items() if "_foreach" in name]
+  of_lists.append(efforts["aten__fused_adamw_default"])
+  wanted = "REPEATED" if len(set(sizes)) == 1 else "LEAST"
+  assert len(of_lists) > 5 and set(of_lists) == {program_limit.Effort[wanted]}
