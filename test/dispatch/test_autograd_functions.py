@@ -278,6 +278,7 @@ def test_a_call_works_while_jax_traces():
   assert_same(gradient(A.to("jax")), A.cos() * 2)
 
 
+@pytest.mark.usefixtures("strict_mode")  # calls JAX with the results
 def test_residuals_share_memory_with_arguments_and_results():
   function = autograd.ArrayFunction(
     lambda a, b: {"product": a @ b, "power": jnp.exp(a)}, saves_residuals=True
