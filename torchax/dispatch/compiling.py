@@ -56,8 +56,8 @@ def jit_if_possible(
 
 def _effort(operator: Operator | None, repeats: bool) -> Effort:
   """Return the compiler's effort; samplers need the bits of users' programs."""
-  if operator is not None and operator.execution.is_brief:
-    return Effort.NONE
+  if operator is not None and operator.execution.effort is not None:
+    return operator.execution.effort
   if operator is None or operator.kind is not Kind.SAMPLER or operator.draw.is_exact:
     return Effort.REPEATED if repeats else Effort.LEAST
   is_known = operator.is_builtin and not operator.draw.order_dependent

@@ -249,7 +249,7 @@ class FunctionTable:
     *args,
     numbers=(),
     rules=None,
-    is_brief=False,
+    effort=None,
     **kwargs,
   ):
     """Run a function of arrays on tensors, compiled and differentiable.
@@ -261,9 +261,9 @@ class FunctionTable:
       array_function: function of arrays.
       *args, **kwargs: its arguments; all values except tensors are static.
       numbers: names of arguments whose numbers are operands instead.
-      rules, is_brief: see `registry.operators.Checks` and `Execution`.
+      rules, effort: see `registry.operators.Checks` and `Execution`.
     """
-    handler = self._cores.get((array_function, is_brief))
+    handler = self._cores.get((array_function, effort))
     if handler is None:
       operator = Operator.with_options(
         array_function,
@@ -271,11 +271,11 @@ class FunctionTable:
         rules=rules,
         saves_residuals=True,
         dynamic=numbers,
-        is_brief=is_brief,
+        effort=effort,
         is_builtin=True,
       )
       handler = ArrayFunctionHandler(array_function, operator, self._env)
-      self._cores[array_function, is_brief] = handler
+      self._cores[array_function, effort] = handler
     return handler(args, kwargs)
 
   def _load(self) -> None:

@@ -85,7 +85,7 @@ def _scaled_dot_product_attention(
     scale=scale,
     enable_gqa=enable_gqa,
     numbers=("scale", "survivor_scale"),
-    is_brief=one_position.is_brief(query, key),
+    effort=one_position.effort(query, key),
   )
 
 

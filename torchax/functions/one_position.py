@@ -12,6 +12,7 @@ import torch
 from torchax.compat import jax_compat
 from torchax.core import numpy_fallback
 from torchax.core.bounded_cache import BoundedCache
+from torchax.core.program_limit import Effort
 from torchax.core.storage import active
 from torchax.devices import placement
 from torchax.ops.jaten import attention
@@ -31,9 +32,10 @@ _first: BoundedCache[tuple, int] = BoundedCache(1024)
 _calls: BoundedCache[tuple, int] = BoundedCache(4096)
 
 
-def is_brief(query, key) -> bool:
-  """Return True for one query position over few keys: compile with least effort."""
-  return _has_one_position(query) and key.numel() <= _MAX_BRIEF
+def effort(query, key) -> Effort | None:
+  """Return the effort for one query position over few keys; None for other calls."""
+  is_brief = _has_one_position(query) and key.numel() <= _MAX_BRIEF
+  return Effort.NONE if is_brief else None
 
 
 def _has_one_position(query) -> bool:

@@ -23,6 +23,7 @@ import torch
 
 from torchax.compat import user_code
 from torchax.compat.torch_compat import OpOverload, OpOverloadPacket
+from torchax.core.program_limit import Effort
 from torchax.registry.names import Missing, resolve
 from torchax.types import JaxCallable, TorchCallable
 
@@ -133,8 +134,7 @@ class Execution:
     on_host: numpy version of the lowering with the same bits, for an operation that
       only moves elements or rounds each once. Runs while shapes are new; returns None
       to leave a call to the lowering.
-    is_brief: arrays are small and shapes rarely repeat, so compiling takes most of the
-      time; compile without optimization.
+    effort: effort of the compiler; None if the kind of the operation decides.
     index_results: positions of the results that are indices, which
       `Configuration.use_int32_for_index` narrows. A single result is at 0.
     takes_cpu: accepts CPU tensors after the first operand, as torch does here.
@@ -149,7 +149,7 @@ class Execution:
 
   compiled: bool | Callable[[tuple, dict], bool] | None = None
   on_host: Callable | None = None
-  is_brief: bool = False
+  effort: Effort | None = None
   index_results: tuple[int, ...] = ()
   takes_cpu: bool = False
   overwrites: bool = False

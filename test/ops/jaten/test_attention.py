@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from ops.harness import floats
 
 import torchax
+from torchax.core.program_limit import Effort
 from torchax.functions import one_position
 from torchax.ops import mappings
 from torchax.ops.jaten.attention import scaled_dot_product_attention
@@ -178,7 +179,8 @@ def test_attention_of_one_query_position_equals_torch(positions):
   expected.sum().backward()
   with torchax.default_env():
     moved = [tensor.to("jax").requires_grad_() for tensor in tensors]
-    assert one_position.is_brief(*moved[:2]) == (positions == 5)
+    effort = Effort.NONE if positions == 5 else None
+    assert one_position.effort(*moved[:2]) is effort
     found = F.scaled_dot_product_attention(*moved)
     found.sum().backward()
   torch.testing.assert_close(found.cpu(), expected)

@@ -16,6 +16,7 @@ from jax import lax
 
 from torchax.core import mappings
 from torchax.core.partitions import Partition, is_array
+from torchax.core.program_limit import Effort
 from torchax.ops.builtin import op
 from torchax.ops.jaten import _numbers
 from torchax.ops.promotion import is_exact, to_float, widen
@@ -176,7 +177,16 @@ for _packet, _row in (
     _pointwise(getattr(_packet, _overload), _row, is_packed=_overload == "Tensor")
 
 
-@op(aten._foreach_norm, static=("ord",), prepare=_numbers.norm_order("ord"))
+# The older emitters of XLA unroll reductions of small arrays with several dimensions,
+# which compile for up to a second each.
+_NORMS = {
+  "static": ("ord",),
+  "prepare": _numbers.norm_order("ord"),
+  "effort": Effort.REPEATED,
+}
+
+
+@op(aten._foreach_norm, **_NORMS)
 def _aten__foreach_norm(self, ord=2, dtype=None):
   """Compute the norms of floating-point and complex tensors.
 
@@ -193,9 +203,7 @@ def _aten__foreach_norm(self, ord=2, dtype=None):
   return [lower(array, ord, dtype=dtype) for array in self]
 
 
-@op(  # by name: newer than torch 2.11
-  "aten::_foreach_powsum", static=("ord",), prepare=_numbers.norm_order("ord")
-)
+@op("aten::_foreach_powsum", **_NORMS)  # by name: newer than torch 2.11
 def _aten__foreach_powsum(self, ord=2, dtype=None):
   """Sum powers of the magnitudes: norms without the root."""
   if dtype is not None:
