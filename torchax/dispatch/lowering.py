@@ -38,7 +38,6 @@ class Lowering:
     shapes_compiled: number of shapes whose programs a pointwise operation has used.
     is_checked: torch's meta kernel checks the arguments of each program.
     takes_device: the operation has a `device=` argument.
-    returns_lists: the operation returns lists of tensors.
     is_inlined: function that returns True if the lowering runs as part of an outer
       trace instead of as a program of its own.
   """
@@ -61,7 +60,6 @@ class Lowering:
     self.is_sampler = operator.kind is Kind.SAMPLER
     self.shapes_compiled = 0
     self.takes_device = "device" in names
-    self.returns_lists = schema is not None and schema.returns_lists
     # A user's lowering may accept arguments that torch refuses.
     self.is_checked = (
       operator.is_builtin and schema is not None and operator.checks.meta

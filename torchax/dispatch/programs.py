@@ -13,12 +13,14 @@ from typing import Any, Generic, Literal, TypeVar
 
 import jax
 
+from torchax.compat import torch_compat
 from torchax.core import numpy_fallback
 from torchax.core.bounded_cache import BoundedCache
 from torchax.core.program_limit import Program, ProgramCache
 from torchax.core.static_values import NUMBERS
 from torchax.dispatch import compiling, explaining, new_shapes, torch_checks
 from torchax.dispatch.lowering import Lowering
+from torchax.registry.schema import schema_of
 
 # Most programs of one operation; each takes a few hundred kilobytes.
 MOST_PROGRAMS = 512
@@ -101,7 +103,7 @@ class Programs:
         self.check_with_torch(args, kwargs)
       example = torch_checks.Example(self, lowering.op, args, kwargs)
     function = lowering.program(static_key, write, example)
-    repeats = lowering.returns_lists and _repeats_shapes(args[0])
+    repeats = _repeats_shapes(lowering.op, args)
     program = compiling.jit_if_possible(function, self._operator, sharding, repeats)
     if sharding is not None:
       return program
@@ -163,9 +165,11 @@ class Programs:
     return require
 
 
-def _repeats_shapes(tensors) -> bool:
-  """Return True for a list in which shapes come four times on average, or more."""
-  return len(tensors) >= 4 * len({tensor.shape for tensor in tensors})
+def _repeats_shapes(op, args) -> bool:
+  """Return True for an operation on lists with four tensors of a shape on average."""
+  if not isinstance(op, torch_compat.OpOverload) or not schema_of(op).returns_lists:
+    return False
+  return len(args[0]) >= 4 * len({tensor.shape for tensor in args[0]})
 
 
 class NumberPrograms(Generic[P]):
