@@ -14,6 +14,7 @@ from compare import assert_close, assert_same, to_jax
 from gradients import A, B, both, env, leaf, same_gradients
 from ops.harness import ints
 
+from torchax.core import program_limit
 from torchax.dispatch import autograd
 from torchax.interop import JittableModule, jax_jit, jax_value_and_grad
 from torchax.ops.jtorch import register_function
@@ -291,3 +292,22 @@ def test_residuals_share_memory_with_arguments_and_results():
   to_a, to_b = function.pull(pullback, [of_power, of_product])
   assert jnp.allclose(to_a, 4 + jnp.exp(arrays[0]))
   assert (to_b == 2).all()
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_programs_of_gradients_are_named_like_the_function(saves, monkeypatch):
+  names, jit = [], program_limit.jit
+
+  def recorded(function, **options):
+    names.append(function.__name__)
+    return jit(function, **options)
+
+  monkeypatch.setattr(program_limit, "jit", recorded)
+
+  def _wave(a):
+    return jnp.sin(a)
+
+  x = to_jax(leaf())
+  autograd.call(autograd.ArrayFunction(_wave, saves), [x]).sum().backward()
+  assert_same(x.grad, A.cos())
+  assert {"_wave", "wave_with_residuals", "gradient_of_wave"} <= set(names)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from torchax.compat import jax_compat, torch_compat
+from torchax.compat.user_code import name_of
 from torchax.core import deferred, explicit_axes, grad_mode
 from torchax.core.chains import WHOLE, reader_of
 from torchax.core.error_messages import donation_explained
@@ -113,6 +114,16 @@ class _Compiled:
     self.inlined = function if may_fail else jax.jit(function, inline=True)
 
 
+def _named(function: Callable, name: str) -> Callable:
+  """Return a function with a name, which its program has in logs and profiles."""
+
+  def run(*args):
+    return function(*args)
+
+  run.__name__ = name
+  return run
+
+
 class ArrayFunction:
   """Pure function of arrays, with its compiled value and gradient.
 
@@ -146,7 +157,9 @@ class ArrayFunction:
     self._run = deferred.run_at_once if may_fail else deferred.run
     self._function = function = explicit_axes.with_explicit_axes(function, compiled)
     self._value = _Compiled(function, operator)
-    self._linearized = _Compiled(self._linearize_apart, operator)
+    self._name = name_of(function).lstrip("_")
+    linearize = _named(self._linearize_apart, f"{self._name}_with_residuals")
+    self._linearized = _Compiled(linearize, operator)
     self._gradients: dict[tuple, ArrayFunction] = {}
 
   def value(self, *arrays):
@@ -156,7 +169,11 @@ class ArrayFunction:
   def pull(self, pullback, cotangents: list) -> list:
     """Return the cotangents of the inputs; see `linearize`."""
     with donation_explained(BACKWARD):
-      return self._call(_pull_compiled(), (pullback, cotangents))
+      return self._call(self._pulled, (pullback, cotangents))
+
+  @functools.cached_property
+  def _pulled(self) -> _Compiled:
+    return _Compiled(_named(_pull_cotangents, f"gradient_of_{self._name}"))
 
   def _call(self, form: "_Compiled", operands: Sequence):
     """Call the form of a function that suits the trace in progress."""
@@ -205,7 +222,7 @@ class ArrayFunction:
     if gradient is None:
       pullback = functools.partial(self._pullback, wanted)
       gradient = ArrayFunction(
-        pullback,
+        _named(pullback, f"gradient_of_{self._name}"),
         compiled=self._is_compiled,
         operator=self._operator,
         numbers=self._numbers,
@@ -228,11 +245,6 @@ class ArrayFunction:
 
 def _pull_cotangents(pullback, cotangents):
   return conjugate(pullback(conjugate(cotangents)))
-
-
-@functools.cache
-def _pull_compiled() -> _Compiled:
-  return _Compiled(_pull_cotangents)
 
 
 def _operand(tensor: Tensor):
