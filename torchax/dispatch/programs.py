@@ -169,7 +169,9 @@ def _repeats_shapes(op, args) -> bool:
   """Return True for an operation on lists with four tensors of a shape on average."""
   if not isinstance(op, torch_compat.OpOverload) or not schema_of(op).returns_lists:
     return False
-  return len(args[0]) >= 4 * len({tensor.shape for tensor in args[0]})
+  lists = [arg for arg in args if isinstance(arg, list | tuple)]
+  shapes = [getattr(each, "shape", None) for each in next(iter(lists), ())]
+  return len(shapes) >= 4 * max(len(set(shapes)), 1)
 
 
 class NumberPrograms(Generic[P]):

@@ -464,10 +464,12 @@ def test_equal_rows_share_their_kernels(sizes, monkeypatch):
   rows = [torch.rand(size, device="jax").requires_grad_() for size in sizes]
   sum(row.sum() for row in rows).backward()
   torch.nn.utils.clip_grad_norm_(rows, 1.0)
-  for fused in (True, False):
-    torch.optim.AdamW(rows, foreach=not fused, fused=fused).step()
+  for options in ({"fused": True}, {"foreach": True, "capturable": True}):
+    torch.optim.AdamW(rows, **options).step()
   assert efforts.pop("aten__foreach_norm_Scalar") is program_limit.Effort.REPEATED
   wanted = "REPEATED" if len(set(sizes)) == 1 else "LEAST"
-  lists = ("aten__foreach", "aten__fused_adamw")
-  of_lists = [effort for name, effort in efforts.items() if name.startswith(lists)]
-  assert len(of_lists) > 5 and set(of_lists) == {program_limit.Effort[wanted]}
+  for name in ("foreach_lerp_Scalar", "foreach_div_List", "fused_adamw_default"):
+    assert efforts[f"aten__{name}"] is program_limit.Effort[wanted]
+  # One step count for each parameter.
+  of_steps = efforts["aten__foreach_pow_ScalarAndTensor"]
+  assert of_steps is program_limit.Effort.REPEATED
