@@ -4,9 +4,6 @@ Each function returns the exception; the caller raises it. The classes are in
 `torchax/errors.py`.
 """
 
-import contextlib
-from collections.abc import Iterator
-
 from torchax.compat import jax_compat
 from torchax.core.storage import active
 from torchax.errors import (
@@ -78,17 +75,6 @@ def donated_error(user: str) -> DonationError:
     "(`donate_argnums`, `donate_argnames`), so its numbers are gone. Use what the "
     "function returned, pass a `.clone()`, or do not donate the argument."
   )
-
-
-@contextlib.contextmanager
-def donation_explained(user: str) -> Iterator[None]:
-  """Replace JAX's error about a deleted operand by `donated_error(user)`."""
-  try:
-    yield
-  except (RuntimeError, ValueError) as error:
-    if jax_compat.is_about_deletion(error):
-      raise donated_error(user) from error
-    raise
 
 
 def donated_twice_error(name: str, shapes: list[list[int]]) -> DonationError:

@@ -19,7 +19,7 @@ from torchax.compat import jax_compat, torch_compat
 from torchax.compat.user_code import name_of
 from torchax.core import deferred, explicit_axes, grad_mode
 from torchax.core.chains import WHOLE, reader_of
-from torchax.core.error_messages import donation_explained
+from torchax.core.error_messages import donated_error
 from torchax.core.recorder import ARRAYS
 from torchax.core.static_values import StaticValue
 from torchax.core.storage import active
@@ -93,8 +93,18 @@ def with_held(own: Sequence, sources: Sequence[int | None], held: Sequence) -> l
   return [jnp.array(r) if isinstance(r, np.ndarray) else r for r in found]
 
 
-BACKWARD = "A backward pass"
-"""Name of a backward pass in errors."""
+def run_backward(program: Callable, *operands):
+  """Call the program of a backward pass.
+
+  Raises:
+    DonationError: the memory of a residual was donated.
+  """
+  try:
+    return program(*operands)
+  except (RuntimeError, ValueError) as error:
+    if jax_compat.is_about_deletion(error):
+      raise donated_error("A backward pass") from error
+    raise
 
 
 class _Compiled:
@@ -168,8 +178,7 @@ class ArrayFunction:
 
   def pull(self, pullback, cotangents: list) -> list:
     """Return the cotangents of the inputs; see `linearize`."""
-    with donation_explained(BACKWARD):
-      return self._call(self._pulled, (pullback, cotangents))
+    return run_backward(self._call, self._pulled, (pullback, cotangents))
 
   @functools.cached_property
   def _pulled(self) -> _Compiled:

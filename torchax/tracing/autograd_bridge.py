@@ -24,7 +24,6 @@ from torchax import rng
 from torchax.compat import jax_compat, torch_compat
 from torchax.core import program_limit
 from torchax.core.boundary import Boundary
-from torchax.core.error_messages import donation_explained
 from torchax.core.partitions import is_tensor
 from torchax.core.program_limit import ProgramCache
 from torchax.core.storage import Storage
@@ -100,8 +99,7 @@ class BackwardProgram:
 
   def __call__(self, residuals, cotangents) -> list:
     """Return the gradients of the inputs marked in `used`."""
-    with donation_explained(autograd.BACKWARD):
-      return self._compiled(residuals, cotangents)
+    return autograd.run_backward(self._compiled, residuals, cotangents)
 
   def gradients_of(self, out, leaves, gradients) -> tuple:
     """Return the gradients from torch's autograd, with a graph for higher derivatives.
