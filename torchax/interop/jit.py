@@ -262,7 +262,8 @@ class Jitted(Generic[P, R]):
     else:
       differentiate = None
       if effects.tape is not None:
-        effects.tape = effects.tape.filled(self._held(operands, args, kwargs, out))
+        if effects.tape.sources:
+          effects.tape = effects.tape.filled(self._held(operands, args, kwargs, out))
         tensors = self.traced.captures.tensors
         numbers = host_numbers.current_argument_values()
         bases = bases_of(leaves)

@@ -130,22 +130,21 @@ class Tape:
   """Record of one call for its backward pass: static program and residual arrays.
 
   Attributes:
-    sources: see `autograd.without_held`; None if `residuals` has all of them.
+    sources: see `autograd.without_held`; empty if `residuals` has all of them.
   """
 
   program: BackwardProgram
   residuals: list
-  sources: tuple[int | None, ...] | None = None
+  sources: tuple[int | None, ...] = ()
 
   def without(self, held: Sequence) -> "Tape":
     """Return the tape of a trace without the residuals that the caller holds."""
     own, sources = autograd.without_held(self.residuals, held)
-    return Tape(self.program, own, sources)
+    is_shared = len(own) < len(sources)
+    return Tape(self.program, own, sources) if is_shared else self
 
   def filled(self, held: Sequence) -> "Tape":
-    """Return the tape of a call with the residuals that the caller holds."""
-    if self.sources is None:
-      return self
+    """Return the tape of a call, which has `sources`, with all residuals."""
     found = autograd.with_held(self.residuals, self.sources, held)
     return Tape(self.program, found)
 
