@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, Generic, Literal, TypeVar
 
 import jax
+import torch
 
 from torchax.compat import torch_compat
 from torchax.core import numpy_fallback
@@ -169,9 +170,9 @@ def _repeats_shapes(op, args) -> bool:
   """Return True for an operation on lists with four tensors of a shape on average."""
   if not isinstance(op, torch_compat.OpOverload) or not schema_of(op).returns_lists:
     return False
-  lists = [arg for arg in args if isinstance(arg, list | tuple)]
-  shapes = [getattr(each, "shape", None) for each in next(iter(lists), ())]
-  return len(shapes) >= 4 * max(len(set(shapes)), 1)
+  rows = next((arg for arg in args if isinstance(arg, list | tuple)), ())
+  shapes = [row.shape for row in rows if isinstance(row, torch.Tensor)]
+  return 0 < 4 * len(set(shapes)) <= len(shapes)
 
 
 class NumberPrograms(Generic[P]):
