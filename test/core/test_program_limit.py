@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from accelerators import cpu_only
 from jax import lax
 
 from torchax.compat import versions
@@ -99,7 +100,7 @@ def test_sums_of_quick_programs_are_exact_to_a_few_bits(name, dtype):
   np.testing.assert_allclose(np.asarray(quick, wide.dtype), wide, rtol=tolerance)
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="options of the CPU alone")
+@cpu_only("torchax gives these options to XLA's CPU compiler only")
 def test_a_small_sum_is_one_kernel():
   options = program_limit.quick_options()
   program = jax.jit(lambda x: x.sum(1), compiler_options=options)
@@ -118,7 +119,7 @@ def test_options_for_the_same_bits_change_none_but_of_sums(name):
   assert _bits(quick(NUMBERS)) == _bits(jax.jit(lambda x: function(x))(NUMBERS))
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="options of the CPU alone")
+@cpu_only("torchax gives these options to XLA's CPU compiler only")
 def test_the_options_are_known_to_this_version_of_xla():
   known = program_limit.quick_options()
   repeated = program_limit.quick_options(program_limit.Effort.REPEATED)
