@@ -364,6 +364,25 @@ def test_operations_run_on_parts_of_a_wrapper_subclass(run, global_env):
     assert_close(run(x.to("jax"), _scaled("jax")).cpu(), expected)
 
 
+class Selected(Scaled):
+  """Wrapper subclass with torch's usual check of the other classes."""
+
+  @classmethod
+  def __torch_function__(cls, func, types, args=(), kwargs=None):
+    if not all(issubclass(cls, other) for other in types):
+      return NotImplemented
+    with torch._C.DisableTorchFunctionSubclass():
+      return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("jax_first", [True, False])
+def test_classes_do_not_see_jax_tensors_among_the_types(jax_first):
+  x, w = torch.ones(3, 3, device="jax"), _scaled("jax")
+  operands = [x, Selected(w.values, w.scale)]
+  product = torch.matmul(*operands[:: 1 if jax_first else -1])
+  assert_close(product.cpu(), torch.matmul(*[x, w][:: 1 if jax_first else -1]).cpu())
+
+
 def test_gradients_of_a_wrapper_subclass():
   expected, x, w = _scaled("cpu").requires_grad_(), torch.ones(3), _scaled("jax")
   F.linear(x, expected).sin().sum().backward()

@@ -93,8 +93,8 @@ class Tensor(ArrayProtocols):
     """Run a torch function by the environment's table, if it has an entry there."""
     if _is_compiling():  # Dynamo traces this; its graph holds torch's own functions
       return super().__torch_function__(func, types, args, kwargs or {})
-    if len(types) > 1 and any(map(_handles_functions, types)):
-      return NotImplemented
+    if len(types) > 1 and (others := tuple(filter(_handles_functions, types))):
+      return torch_compat.call_handlers(others, func, args, kwargs or {})
     try:
       env = find_env(args, kwargs)
       handler = env.functions.get(func)

@@ -46,3 +46,11 @@ def test_failed_cuda_backward_names_the_ways_out():
   x.register_hook(fail)
   with pytest.raises(RuntimeError, match="161129.*does not import torchax"):
     (x * 2).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
+def test_failed_backward_of_a_masked_tensor_names_the_class():
+  data = torch.arange(4.0, device="jax")
+  x = torch.masked.masked_tensor(data, data > 1, requires_grad=True)
+  with pytest.raises(RuntimeError, match="such as a MaskedTensor.*on the CPU"):
+    x.sum().backward()

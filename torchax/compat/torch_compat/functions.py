@@ -37,11 +37,13 @@ _run_backward = private.find(
 )
 
 
-_CUDA_BACKWARD = (
-  "torch cannot run a backward pass on CUDA in a process that has another accelerator, "
-  "such as jax (https://github.com/pytorch/pytorch/issues/161129). Move the model to "
-  'jax, which uses the GPU too: model.cpu().to("jax"). Or train on CUDA in a process '
-  "that does not import torchax."
+_ONE_ACCELERATOR = (
+  "torch cannot run this backward pass, because its accelerator is jax in a process "
+  "that imports torchax (https://github.com/pytorch/pytorch/issues/161129). If the "
+  "model is on CUDA, move it to jax, which uses the GPU too: "
+  'model.cpu().to("jax"). Or train it in a process that does not import torchax. If '
+  "the gradient of a jax tensor is a wrapper subclass of torch.Tensor, such as a "
+  "MaskedTensor, keep the tensors on the CPU."
 )
 
 
@@ -51,8 +53,7 @@ def keep_overrides_in_backward() -> None:
   torch disables it while it runs `backward` or `grad` of tensors whose class has it.
   Hooks, checkpoints and backward formulas of a user need it. The same function keeps
   the pass on the calling thread, for wrapper subclasses on jax, which has no thread of
-  torch. It also explains torch's assertion about CUDA: torch has one accelerator, and
-  that is jax.
+  torch. It also explains an assertion of torch's engine, which knows one accelerator.
   """
   if _run_backward is None:
     return
@@ -66,7 +67,7 @@ def keep_overrides_in_backward() -> None:
     except RuntimeError as error:
       if "opt_ready_stream && opt_parent_stream" not in str(error):
         raise
-      raise RuntimeError(_CUDA_BACKWARD) from error
+      raise RuntimeError(_ONE_ACCELERATOR) from error
 
   patch(torch.autograd, "_engine_run_backward", _engine_run_backward, _HOOKS)
 

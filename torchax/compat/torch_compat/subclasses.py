@@ -1,6 +1,6 @@
 """Users' subclasses of `torch.Tensor` for tensors of ours."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -38,6 +38,18 @@ def have_parts(types: Collection[type], ours: type) -> bool:
       return True
     _without_parts.add(cls)
   return False
+
+
+def call_handlers(classes: Sequence[type], func, args, kwargs):
+  """Call `__torch_function__` of classes until one of them accepts a function.
+
+  They see only these classes, because torch does not list its own tensors either.
+  """
+  for cls in classes:
+    result = cls.__torch_function__(func, classes, args, kwargs)
+    if result is not NotImplemented:
+      return result
+  return NotImplemented
 
 
 def subclass_by(make: Callable, tensor_class: type, class_on_cpu: Callable) -> None:
