@@ -11,6 +11,7 @@ import pytest
 import torch
 from compare import assert_close, assert_same
 from ops.harness import floats, ints
+from torch.autograd import forward_ad
 
 import torchax
 import torchax.tensor
@@ -289,6 +290,9 @@ def test_printing_shows_the_autograd_state(x):
   assert repr(torch.nn.Parameter(x.detach())).startswith(
     "Parameter containing:\ntensor("
   )
+  with forward_ad.dual_level():
+    dual = forward_ad.make_dual(x.detach(), x.detach())
+    assert "device='jax:0', tangent=tensor(" in repr(dual)
 
 
 def test_printing_a_traced_tensor_runs_nothing(x):

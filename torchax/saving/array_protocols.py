@@ -42,7 +42,7 @@ class ArrayProtocols(torch.Tensor):
     """
     if self.requires_grad and not force:
       raise RuntimeError(
-        "Can't call numpy() on a Tensor that requires grad. Use "
+        "Can't call numpy() on Tensor that requires grad. Use "
         "tensor.detach().numpy() or numpy(force=True)."
       )
     return mappings.numpy_copy(self.jax(), "`.numpy()`")

@@ -3,6 +3,7 @@
 import textwrap
 
 import jax
+import torch
 
 from torchax.compat import torch_compat
 from torchax.core import mappings
@@ -32,6 +33,9 @@ def text_of(tensor) -> str:
     suffix += f", grad_fn=<{tensor.grad_fn.name()}>"
   elif tensor.requires_grad:
     suffix += ", requires_grad=True"
+  tangent = torch.autograd.forward_ad.unpack_dual(tensor).tangent
+  if tangent is not None:
+    suffix += f", tangent={tangent}"
   text = f"{text[:-1]}{suffix})"
   is_parameter = torch_compat.is_parameter(tensor)
   return f"Parameter containing:\n{text}" if is_parameter else text
