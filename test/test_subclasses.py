@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import operator
 import pickle
 
 import pytest
@@ -253,6 +254,38 @@ def test_pickle_and_file_keep_class(tmp_path):
     assert made.device.type == "jax" and made.tolist() == [1, 1, 1]
 
 
+@pytest.mark.parametrize("load", ["file", "pickle"])
+@pytest.mark.parametrize(
+  "make", [OnManifold, lambda x: torch.nn.Parameter(x.as_subclass(Image))]
+)
+def test_saved_parameter_is_a_parameter(make, load, tmp_path):
+  parameter = make(torch.ones(3, device="jax"))
+  parameter.label = "cat"
+  if load == "file":
+    torch.save(parameter, tmp_path / "parameter.pt")
+    loaded = torch.load(tmp_path / "parameter.pt", weights_only=False)
+  else:
+    loaded = pickle.loads(pickle.dumps(parameter))
+  assert isinstance(loaded, torch.nn.Parameter) and loaded.requires_grad
+  assert loaded.label == "cat" and loaded.tolist() == [1, 1, 1]
+
+
+def test_printing_shows_the_class():
+  image = torch.ones(2, 1, device="jax").as_subclass(Image)
+  text = "Image([[1.],\n       [1.]], device='jax:0'"
+  assert repr(image) == f"{text})"
+  parameter = torch.nn.Parameter(image)
+  assert repr(parameter) == f"Parameter({text}, requires_grad=True))"
+
+
+def test_subclass_with_slots_raises():
+  class Slotted(torch.Tensor):
+    __slots__ = ("label",)
+
+  with pytest.raises(TypeError, match="Slotted, which has __slots__"):
+    _ones(Slotted)
+
+
 class Plain(torch.Tensor):
   """Class with the constructor of torch, which passes its tensor to it."""
 
@@ -364,7 +397,7 @@ def test_operations_run_on_parts_of_a_wrapper_subclass(run, global_env):
     assert_close(run(x.to("jax"), _scaled("jax")).cpu(), expected)
 
 
-class Selected(Scaled):
+class Function(Scaled):
   """Wrapper subclass with torch's usual check of the other classes."""
 
   @classmethod
@@ -375,12 +408,23 @@ class Selected(Scaled):
       return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("jax_first", [True, False])
-def test_classes_do_not_see_jax_tensors_among_the_types(jax_first):
+class Dispatch(Scaled):
+  """Wrapper subclass with the same check of operations."""
+
+  @classmethod
+  def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    if not all(issubclass(cls, other) for other in types):
+      return NotImplemented
+    return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize("cls", [Function, Dispatch])
+@pytest.mark.parametrize("operation", [torch.matmul, torch.sub, operator.add])
+def test_classes_do_not_see_jax_tensors_among_the_types(cls, operation):
   x, w = torch.ones(3, 3, device="jax"), _scaled("jax")
-  operands = [x, Selected(w.values, w.scale)]
-  product = torch.matmul(*operands[:: 1 if jax_first else -1])
-  assert_close(product.cpu(), torch.matmul(*[x, w][:: 1 if jax_first else -1]).cpu())
+  selective = cls(w.values, w.scale)
+  assert_close(operation(x, selective).cpu(), operation(x, w).cpu())
+  assert_close(operation(selective, x).cpu(), operation(w, x).cpu())
 
 
 def test_gradients_of_a_wrapper_subclass():

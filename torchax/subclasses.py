@@ -91,6 +91,8 @@ class SubclassTensor(Tensor):
 
   def __reduce_ex__(self, protocol):
     state = self.__dict__.copy()
+    if torch_compat.is_parameter(self):
+      state["_is_param"] = True
     plain = as_subclass(self.detach(), Tensor).requires_grad_(self.requires_grad)
     rebuild = torch_files.reduce(plain)
     return torch_compat.subclass_in_files_format(rebuild, self.user_class, state)
@@ -121,7 +123,7 @@ def class_with_array(cls: type) -> type:
   """Return the class of jax tensors for a subclass of `torch.Tensor`.
 
   Raises:
-    TypeError: the class has its own `__torch_dispatch__`.
+    TypeError: the class has its own `__torch_dispatch__`, or `__slots__`.
   """
   if issubclass(Tensor, cls):
     return Tensor
@@ -141,13 +143,21 @@ def class_with_array(cls: type) -> type:
     "__new__": _constructor(cls),
     "user_class": cls,
   }
+  if cls.__reduce_ex__ is torch.nn.Parameter.__reduce_ex__:
+    attributes["__reduce_ex__"] = Tensor.__reduce_ex__  # a torch.nn.Parameter, as there
   override: Any = cls.__torch_function__
   if override is torch_compat.disabled_torch_function:
     attributes |= _OF_PARAMETERS
   elif override.__func__ is not torch.Tensor.__torch_function__.__func__:
     attributes["__torch_function__"] = _call_override(cls)
     attributes["data"] = property(_DATA, Tensor.data.fset)
-  return type(cls)(cls.__name__, (cls, SubclassTensor), attributes)
+  made = type(cls)(cls.__name__, (cls, SubclassTensor), attributes)
+  if made.__basicsize__ != SubclassTensor.__basicsize__:
+    raise TypeError(
+      f"A jax tensor cannot become a {cls.__name__}, which has __slots__. Remove them; "
+      "the attributes are then in __dict__."
+    )
+  return made
 
 
 def _has_own_dispatch(cls: type) -> bool:

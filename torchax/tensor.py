@@ -94,7 +94,7 @@ class Tensor(ArrayProtocols):
     if _is_compiling():  # Dynamo traces this; its graph holds torch's own functions
       return super().__torch_function__(func, types, args, kwargs or {})
     if len(types) > 1 and (others := tuple(filter(_handles_functions, types))):
-      return torch_compat.call_handlers(others, func, args, kwargs or {})
+      return torch_compat.hand_over("__torch_function__", others, func, args, kwargs)
     try:
       env = find_env(args, kwargs)
       handler = env.functions.get(func)
@@ -109,8 +109,8 @@ class Tensor(ArrayProtocols):
 
   @classmethod
   def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-    if len(types) > 1 and torch_compat.have_parts(types, Tensor):
-      return NotImplemented  # the other class runs the operation on its parts
+    if len(types) > 1 and (others := torch_compat.with_parts(types, Tensor)):
+      return torch_compat.hand_over("__torch_dispatch__", others, func, args, kwargs)
     try:
       with _without_overrides():
         return find_env(args, kwargs).dispatch(func, types, args, kwargs)

@@ -141,7 +141,7 @@ class _Operations(torch_compat.DispatchMode):
     kwargs, boundary = kwargs or {}, active.boundary
     if boundary is None or isinstance(func, torch_compat.HigherOrderOperator):
       return func(*args, **kwargs)
-    if torch_compat.have_parts(types, Tensor) and _returns_tensors(func):
+    if torch_compat.with_parts(types, Tensor) and _returns_tensors(func):
       require_no_gradient(_plain_tensors((args, kwargs)))
     if any(issubclass(cls, Tensor) for cls in types):
       result = func(*args, **kwargs)

@@ -68,7 +68,7 @@ class XLADispatchMode(torch_compat.DispatchMode):
 
   def __torch_dispatch__(self, func, types, args=(), kwargs=None):
     is_ours = any(issubclass(cls, Tensor) for cls in types)
-    has_parts = torch_compat.have_parts(types, Tensor)
+    has_parts = torch_compat.with_parts(types, Tensor)
     if is_ours and not has_parts and not torch_compat.is_watched():
       return self.env.dispatch(func, types, args, kwargs)
     return func(*args, **(kwargs or {}))

@@ -91,7 +91,7 @@ class ArrayFunctionHandler:
     except EXPLAINED as error:
       if self._is_core:
         compiling.raise_if_needs_values(error, self.operator)
-      elif torch_compat.have_parts({*map(type, tensors_in((args, kwargs)))}, Tensor):
+      elif torch_compat.with_parts({*map(type, tensors_in((args, kwargs)))}, Tensor):
         return self.func(*args, **kwargs)  # its operations run on the parts
       else:
         raise_as_torch(error, self.func, args, kwargs, self.operator)

@@ -37,8 +37,13 @@ def text_of(tensor) -> str:
   if tangent is not None:
     suffix += f", tangent={tangent}"
   text = f"{text[:-1]}{suffix})"
+  user_class = getattr(tensor, "user_class", None)
   is_parameter = torch_compat.is_parameter(tensor)
-  return f"Parameter containing:\n{text}" if is_parameter else text
+  if user_class is None:
+    return f"Parameter containing:\n{text}" if is_parameter else text
+  name = f"{user_class.__name__}("
+  rows = text.removeprefix("tensor(").replace("\n       ", "\n" + " " * len(name))
+  return f"Parameter({name}{rows})" if is_parameter else name + rows
 
 
 def _part_of(array: jax.Array) -> str:

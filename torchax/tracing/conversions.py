@@ -109,7 +109,7 @@ class _Wrapper(NamedTuple):
 def _node_of(cls: type) -> torch_pytree.NodeDef | _Wrapper | None:
   if not issubclass(cls, torch.Tensor):
     return torch_pytree.SUPPORTED_NODES.get(cls)
-  has_parts = torch_compat.have_parts([cls], Tensor)
+  has_parts = torch_compat.with_parts([cls], Tensor)
   return _Wrapper(cls) if has_parts and hasattr(cls, "__tensor_flatten__") else None
 
 

@@ -17,7 +17,7 @@ convert = private.find("torch._tensor._convert", _FEATURE)
 _attributes = vars(torch.Tensor)["__dict__"]
 # `__torch_dispatch__` of classes that do not define it.
 _plain = torch.Tensor.__torch_dispatch__
-# Classes seen by `have_parts` that run no operations on parts.
+# Classes seen by `with_parts` that run no operations on parts.
 _without_parts: set[type] = set()
 # (tensor) -> its `__dict__`, whatever a subclass shows.
 attributes_of = _attributes.__get__
@@ -25,28 +25,31 @@ attributes_of = _attributes.__get__
 set_attributes = _attributes.__set__
 
 
-def have_parts(types: Collection[type], ours: type) -> bool:
-  """Return True if a class of tensors other than `ours` runs operations on its parts.
+def with_parts(types: Collection[type], ours: type) -> tuple[type, ...]:
+  """Return the classes of tensors, other than `ours`, that run operations on parts.
 
   These are wrapper subclasses, with their own `__torch_dispatch__`.
   """
   if _without_parts.issuperset(types):
-    return False
+    return ()
+  found = []
   for cls in types:
     is_plain = getattr(cls, "__torch_dispatch__", _plain) is _plain
-    if not (is_plain or issubclass(cls, ours) or is_fake_class(cls)):
-      return True
-    _without_parts.add(cls)
-  return False
+    if is_plain or issubclass(cls, ours) or is_fake_class(cls):
+      _without_parts.add(cls)
+    else:
+      found.append(cls)
+  return tuple(found)
 
 
-def call_handlers(classes: Sequence[type], func, args, kwargs):
-  """Call `__torch_function__` of classes until one of them accepts a function.
+def hand_over(name: str, classes: Sequence[type], func, args, kwargs):
+  """Call a handler of classes, such as `__torch_function__`, until one accepts.
 
-  They see only these classes, because torch does not list its own tensors either.
+  The handlers see only these classes, because torch does not list its own tensors
+  either.
   """
   for cls in classes:
-    result = cls.__torch_function__(func, classes, args, kwargs)
+    result = getattr(cls, name)(func, classes, args, kwargs or {})
     if result is not NotImplemented:
       return result
   return NotImplemented
