@@ -16,6 +16,14 @@ def test_a_storage_that_was_pickled_moves_with_its_bytes():
   assert_same(moved, BASE.view(-1))
 
 
+def test_a_saved_storage_keeps_its_bytes(tmp_path):
+  storage = BASE.to("jax").untyped_storage()
+  torch.save(storage, tmp_path / "storage.pt")
+  saved = torch.load(tmp_path / "storage.pt", weights_only=False)
+  for copied in (saved, pickle.loads(pickle.dumps(storage))):
+    assert_same(torch.empty(0, device="jax").set_(copied), BASE.view(-1))
+
+
 def test_a_layout_outside_of_its_storage_raises():
   stream = stream_of(BASE)
   storage = torch.load(stream, map_location="jax").untyped_storage()

@@ -192,6 +192,9 @@ class UntypedStorage(torch.UntypedStorage):
     """Return a copy on the CPU, or this storage for any other device."""
     return self.cpu() if torch.device(device).type == "cpu" else self
 
+  def __reduce__(self):
+    return UntypedStorage.of_bytes, (np.array(self.host()), self.device.index)
+
   def clone(self) -> "UntypedStorage":
     return UntypedStorage.of_bytes(np.array(self.host()), self.device.index)
 
