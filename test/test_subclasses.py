@@ -9,8 +9,9 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 from torch.testing import assert_close
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 import torchax
 from torchax.subclasses import class_with_array
@@ -234,6 +235,55 @@ def test_module_to_keeps_class_of_parameters():
   assert layer.weight.device.type == "jax"
   assert isinstance(layer.half().weight, OnManifold)
   assert type(layer.cpu().weight) is OnManifold and layer.weight.curvature == 2
+
+
+class Watching(torch.Tensor):
+  """Subclass that keeps the types of each call."""
+
+  seen: list[tuple] = []
+
+  @classmethod
+  def __torch_function__(cls, func, types, args=(), kwargs=None):
+    Watching.seen.append(tuple(types))
+    return super().__torch_function__(func, types, args, kwargs or {})
+
+
+WITH_PLAIN = {
+  "tensor_first": lambda x, tensor: x + tensor,
+  "view_first": lambda x, tensor: x[0] + tensor,
+  "view_last": lambda x, tensor: tensor + x[0],
+  "two_views": lambda x, tensor: x[0, 1:] + tensor[1:],
+  "list": lambda x, tensor: torch.cat([x[0], tensor]),
+  "function": lambda x, tensor: F.linear(x[:1], tensor),
+}
+
+
+@pytest.mark.parametrize("cls", [Image, Watching])
+@pytest.mark.parametrize("run", WITH_PLAIN.values(), ids=WITH_PLAIN)
+def test_plain_tensors_do_not_hide_the_class(run, cls):
+  Watching.seen.clear()
+  x = torch.ones(2, 3, device="jax")
+  assert isinstance(run(x, _ones(cls)), cls)
+  assert all(types == (Watching,) for types in Watching.seen)
+
+
+PER_SAMPLE = {
+  "linear": lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 2)),
+  "rnn": lambda: torch.nn.RNN(4, 2, batch_first=True),
+}
+
+
+@pytest.mark.parametrize("make", PER_SAMPLE.values(), ids=PER_SAMPLE)
+def test_gradients_of_each_sample(make):
+  """torch's ExpandedWeight is a class of parameters with its own functions."""
+  x, found = torch.linspace(-1, 1, 24).reshape(2, 3, 4), []
+  module = make()
+  for device in ("cpu", "jax"):
+    model = copy.deepcopy(module).to(device)
+    result = call_for_per_sample_grads(model, loss_reduction="sum")(x.to(device))
+    tree_leaves(result)[0].square().sum().backward()
+    found.append([parameter.grad_sample.cpu() for parameter in model.parameters()])
+  assert_close(*found)
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])

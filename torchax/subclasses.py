@@ -15,7 +15,7 @@ from torchax.compat import jax_compat, torch_compat
 from torchax.errors import MutationError
 from torchax.saving import torch_files
 from torchax.saving.torch_files import OWN
-from torchax.tensor import Tensor
+from torchax.tensor import Tensor, handles_functions
 
 
 class UserAttributes(MutableMapping, dict):
@@ -83,7 +83,7 @@ class SubclassTensor(Tensor):
   @classmethod
   def __torch_function__(cls, func, types, args=(), kwargs=None):
     """Return results of the user's class, as torch does by default."""
-    if not all(issubclass(cls, other) for other in types):
+    if not all(issubclass(cls, other) for other in filter(handles_functions, types)):
       return NotImplemented
     result = super().__torch_function__(func, types, args, kwargs)
     is_kept = func in get_default_nowrap_functions()
@@ -114,7 +114,7 @@ def make_subclass(cls: type, tensor: Tensor, requires_grad: bool) -> Tensor:
   # The transforms of `torch.func` wrap results, and refuse `requires_grad_`.
   with torch_compat.without_function_overrides(), torch_compat.outside_transforms():
     made = as_subclass(tensor.detach(), cls)
-  made.requires_grad = requires_grad
+    made.requires_grad = requires_grad
   return made
 
 
@@ -180,7 +180,7 @@ def _call_override(user_class: Any) -> classmethod:
   """Return a `__torch_function__` that passes the user's classes to the override."""
 
   def override(cls, func, types, args=(), kwargs=None):
-    classes = tuple(map(class_of_user, types))
+    classes = tuple(map(class_of_user, filter(handles_functions, types)))
     return user_class.__torch_function__(func, classes, args, kwargs or {})
 
   return classmethod(override)

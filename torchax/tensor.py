@@ -93,7 +93,8 @@ class Tensor(ArrayProtocols):
     """Run a torch function by the environment's table, if it has an entry there."""
     if _is_compiling():  # Dynamo traces this; its graph holds torch's own functions
       return super().__torch_function__(func, types, args, kwargs or {})
-    if len(types) > 1 and (others := tuple(filter(_handles_functions, types))):
+    others = tuple(filter(handles_functions, types)) if len(types) > 1 else ()
+    if others and not handles_functions(cls):
       return torch_compat.hand_over("__torch_function__", others, func, args, kwargs)
     try:
       env = find_env(args, kwargs)
@@ -492,13 +493,13 @@ def also_instances_of(cls: type, applies: Callable[[Tensor], bool]) -> None:
 
 
 @functools.lru_cache(maxsize=1024)  # it keeps the classes alive
-def _handles_functions(cls: Any) -> bool:
-  """Return True if another class has a `__torch_function__`, which then goes first."""
-  if issubclass(cls, Tensor | jax_compat.ArrayImpl | jax_compat.Tracer):
+def handles_functions(cls: Any) -> bool:
+  """Return True if a class has its own `__torch_function__`, which then goes first."""
+  if issubclass(cls, jax_compat.ArrayImpl | jax_compat.Tracer):
     return False
-  plain: Any = TorchTensor
-  handler = getattr(cls.__torch_function__, "__func__", None)
-  return handler not in (None, plain.__torch_function__.__func__)
+  handler, of_torch = cls.__torch_function__, vars(TorchTensor)["__torch_function__"]
+  plain = (None, of_torch.__func__, Tensor.__torch_function__.__func__)
+  return getattr(handler, "__func__", None) not in plain
 
 
 def is_traced(tensor: Any) -> bool:
