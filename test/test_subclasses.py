@@ -14,6 +14,7 @@ from torch.testing import assert_close
 from torch.utils._pytree import tree_leaves, tree_map
 
 import torchax
+from torchax.interop import jax_jit
 from torchax.subclasses import class_with_array
 
 
@@ -357,8 +358,38 @@ def test_constructor_of_torch_returns_an_alias(cls):
   assert leaf.grad.tolist() == [2, 2, 2]
 
 
-def test_jax_jit_takes_subclass():
-  assert torchax.interop.jax_jit(lambda x: x * 2)(_ones()).tolist() == [2, 2, 2]
+def test_jax_jit_keeps_the_class():
+  image = _ones()
+  brightest, double = map(jax_jit, (Image.brightest, lambda pair: pair["image"] * 2))
+  assert brightest(image).tolist() == 1
+  result = double({"image": image})
+  assert isinstance(result, Image) and result.tolist() == [2, 2, 2]
+  jax_jit(lambda image: image.add_(1))(image)
+  assert image.tolist() == [2, 2, 2]
+
+
+def test_jax_jit_keeps_attributes():
+  traces = []
+
+  def scaled(boxes):
+    traces.append(boxes.unit)
+    return boxes.detach() * boxes.scale, boxes
+
+  function = jax_jit(scaled)
+  for unit, scale in (("pixel", 2.0), ("pixel", 3.0), ("meter", 4.0)):
+    boxes = Boxes(torch.ones(2, device="jax"), unit)
+    boxes.scale = torch.tensor(scale, device="jax")
+    product, same = function(boxes)
+    assert product.tolist() == [scale, scale]
+    assert isinstance(same, Boxes) and same.unit == unit and same.scale.item() == scale
+  assert traces == ["pixel", "meter"]  # a tensor is an operand
+
+
+def test_jax_jit_differentiates_a_class():
+  image = _ones().requires_grad_()
+  loss = jax_jit(lambda image: (image * image).sum())(image)
+  loss.backward()
+  assert image.grad.tolist() == [2, 2, 2]
 
 
 @pytest.mark.parametrize("copied", [dict, dict.copy, copy.copy, copy.deepcopy])
@@ -486,7 +517,7 @@ def test_gradients_of_a_wrapper_subclass():
 
 
 def test_jax_jit_takes_and_returns_a_wrapper_subclass():
-  apply = torchax.interop.jax_jit(lambda x, w: (F.linear(x, w), w))
+  apply = jax_jit(lambda x, w: (F.linear(x, w), w))
   x = torch.ones(3, device="jax")
   for scale in (2.0, 3.0):
     w = Scaled(torch.ones(3, 3, device="jax"), torch.tensor(scale, device="jax"))
@@ -499,9 +530,9 @@ def test_jax_jit_takes_and_returns_a_wrapper_subclass():
 def test_jax_jit_refuses_gradients_of_a_wrapper_subclass(closes_over):
   w, x = _scaled("jax").requires_grad_(), torch.ones(3, device="jax")
   if closes_over:
-    product = torchax.interop.jax_jit(lambda x: F.linear(x, w))
+    product = jax_jit(lambda x: F.linear(x, w))
   else:
-    product = functools.partial(torchax.interop.jax_jit(F.linear), weight=w)
+    product = functools.partial(jax_jit(F.linear), weight=w)
   with pytest.raises(NotImplementedError, match="cannot differentiate a Scaled"):
     product(x)
   with torch.no_grad():
@@ -511,7 +542,7 @@ def test_jax_jit_refuses_gradients_of_a_wrapper_subclass(closes_over):
 def test_jax_jit_follows_the_parts_of_a_wrapper_subclass():
   layer = torch.nn.Linear(3, 3, device="jax")
   layer.weight = torch.nn.Parameter(_scaled("jax"), requires_grad=False)
-  jitted, x = torchax.interop.jax_jit(layer), torch.ones(2, 3, device="jax")
+  jitted, x = jax_jit(layer), torch.ones(2, 3, device="jax")
   for _ in range(2):
     assert_close(jitted(x), layer(x))
     layer.weight.values.add_(1)
@@ -556,5 +587,5 @@ def test_assigned_data_moves_no_result_and_nothing_in_a_trace():
   with pytest.raises(torchax.errors.MutationError, match="only if the tensor"):
     result.data = on_jax
   with pytest.raises(torchax.errors.MutationError, match="only if the tensor"):
-    torchax.interop.jax_jit(lambda x: setattr(plain, "data", x))(on_jax)
+    jax_jit(lambda x: setattr(plain, "data", x))(on_jax)
   assert result.tolist() == [2, 2] and plain.tolist() == [1, 1]

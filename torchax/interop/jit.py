@@ -108,9 +108,7 @@ class Jitted(Generic[P, R]):
     if jit is jax.jit:
       jit_kwargs = with_names("jax_jit", function, jit_kwargs, ("static", "donate"))
     # Shardings and buckets have the structure that JAX gives to arguments and results.
-    self._keeps_order = buckets is None and not any(
-      "shardings" in k for k in jit_kwargs
-    )
+    self._keeps_form = buckets is None and not any("shardings" in k for k in jit_kwargs)
     # Arrays with shardings may be moved, and donated ones are gone after the call.
     given = [key for key, value in jit_kwargs.items() if value is not None]
     self._keeps_arguments = not any("shardings" in k or "donate" in k for k in given)
@@ -119,7 +117,7 @@ class Jitted(Generic[P, R]):
       records=True,
       assigns=True,
       lifts_numbers=True,
-      keeps_order=self._keeps_order,
+      keeps_form=self._keeps_form,
     )
     self.traced = Traced(function, options, captured)
     self._compile = jit
@@ -250,7 +248,7 @@ class Jitted(Generic[P, R]):
       applies_effects: apply the effects, such as in-place changes.
       alive: object to keep alive as long as the result may be differentiated.
     """
-    leaves, args, kwargs = _flatten(args, kwargs, self._keeps_order)
+    leaves, args, kwargs = _flatten(args, kwargs, self._keeps_form)
     (out, effects), rng, operands = self._run(leaves, extra, args, kwargs)
     if active.boundary is not None:
       for guards in active.boundary.guards_around():
@@ -357,7 +355,7 @@ class Jitted(Generic[P, R]):
     return self._abstractly("trace", args, kwargs)
 
   def _abstractly(self, method: str, args, kwargs) -> Any:
-    leaves, args, kwargs = _flatten(args, kwargs, self._keeps_order)
+    leaves, args, kwargs = _flatten(args, kwargs, self._keeps_form)
     run = getattr(self._jit_for(len(args)), method)
     return self._keyed.try_abstractly(
       lambda rng: run(rng, self.traced.operands(leaves), *args, **kwargs)
@@ -376,7 +374,7 @@ class Jitted(Generic[P, R]):
       Three values: the cache key by name with the names of the argument leaves, the
       effects, and the advance of the random stream.
     """
-    leaves, args, kwargs = _flatten(args, kwargs, self._keeps_order)
+    leaves, args, kwargs = _flatten(args, kwargs, self._keeps_form)
     jitted = self._jit_for(len(args))
     given = (None,) * LEADING + tuple(args)
     boxed = static_arguments.convert_static(self._kwargs, StaticValue, given, kwargs)
@@ -405,7 +403,7 @@ def _apply_effects(effects: Effects, out, leaves, applies: bool, differentiate) 
   return with_environments(out, effects.environments) if effects.environments else out
 
 
-def _flatten(args, kwargs, keeps_order: bool):
+def _flatten(args, kwargs, keeps_form: bool):
   """Return the argument leaves, and the arguments with arrays for tensors."""
   if not kwargs:
     arrays = []
@@ -419,8 +417,8 @@ def _flatten(args, kwargs, keeps_order: bool):
         break
     else:
       return args, arrays, kwargs
-  args = static_arguments.box_arguments(args, keeps_order)
-  kwargs = {k: static_arguments.box_arguments(kwargs[k], keeps_order) for k in kwargs}
+  args = static_arguments.box_arguments(args, keeps_form)
+  kwargs = {k: static_arguments.box_arguments(kwargs[k], keeps_form) for k in kwargs}
   leaves, treedef = jax.tree.flatten((args, kwargs))
   args, kwargs = jax.tree.unflatten(treedef, list(map(array_of, leaves)))
   return leaves, args, kwargs

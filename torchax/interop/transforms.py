@@ -84,7 +84,7 @@ def jax_value_and_grad(
   @hide_library_frames
   @functools.wraps(torch_function, updated=())
   def value_and_grad(*args, **kwargs):
-    leaves, args, kwargs = _flatten(args, kwargs, keeps_order=True)
+    leaves, args, kwargs = _flatten(args, kwargs, keeps_form=True)
 
     def run(rng):
       operands = ((), traced.specialization(leaves))

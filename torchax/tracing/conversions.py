@@ -22,6 +22,7 @@ from torchax.core.partitions import is_tensor
 from torchax.core.static_values import StaticValue
 from torchax.dispatch.host_operations import require_no_gradient
 from torchax.environment import default_env
+from torchax.subclasses import SubclassTensor, as_subclass
 from torchax.tensor import Tensor, new_tensor
 
 
@@ -52,7 +53,10 @@ class _Context:
     return hash(_Context)  # torch's contexts are often lists: comparable, unhashable
 
   def __eq__(self, other):
-    return type(other) is _Context and bool(self.value == other.value)
+    try:
+      return type(other) is _Context and bool(self.value == other.value)
+    except (RuntimeError, ValueError):  # of tensors and numpy arrays in the data
+      return False
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -106,15 +110,38 @@ class _Wrapper(NamedTuple):
     return self.cls.__tensor_unflatten__(parts, context, shape, strides)
 
 
-def _node_of(cls: type) -> torch_pytree.NodeDef | _Wrapper | None:
+class _OfUser(NamedTuple):
+  """Functions that flatten a jax tensor of a user's class.
+
+  The children are a plain tensor and the attributes that are tensors.
+  """
+
+  cls: Any
+
+  def flatten_fn(self, tensor) -> tuple[list, tuple]:
+    attributes = dict(tensor.__dict__)
+    names = [name for name, value in attributes.items() if is_tensor(value)]
+    tensors = [attributes.pop(name) for name in names]
+    return [as_subclass(tensor, Tensor), *tensors], (names, attributes)
+
+  def unflatten_fn(self, parts, static) -> torch.Tensor:
+    (names, attributes), (plain, *tensors) = static, parts
+    made = as_subclass(plain, self.cls)
+    made.__dict__.update(attributes, **dict(zip(names, tensors)))
+    return made
+
+
+def _node_of(cls: type) -> torch_pytree.NodeDef | _Wrapper | _OfUser | None:
   if not issubclass(cls, torch.Tensor):
     return torch_pytree.SUPPORTED_NODES.get(cls)
+  if issubclass(cls, SubclassTensor):
+    return _OfUser(cls)
   has_parts = torch_compat.with_parts([cls], Tensor)
   return _Wrapper(cls) if has_parts and hasattr(cls, "__tensor_flatten__") else None
 
 
 def box_container(leaf, convert: Callable) -> Container | None:
-  """Box a container of torch's pytrees or a wrapper subclass; None for others.
+  """Box a container of torch's pytrees or a user's class; None for others.
 
   `convert` converts the list of its children.
 
@@ -168,7 +195,9 @@ def _has_boxes(structure: Any) -> bool:
   )
 
 
-def _flatten(node: torch_pytree.NodeDef | _Wrapper, value) -> tuple[list, _Context]:
+def _flatten(
+  node: torch_pytree.NodeDef | _Wrapper | _OfUser, value
+) -> tuple[list, _Context]:
   children, context = node.flatten_fn(value)
   return children, _Context(context)
 

@@ -17,6 +17,7 @@ import torch
 from torchax.compat import jax_compat
 from torchax.core.partitions import is_tensor
 from torchax.core.static_values import CONSTANTS, NUMBERS, StaticValue
+from torchax.subclasses import SubclassTensor
 from torchax.tensor import Tensor
 from torchax.tracing.conversions import Container, box_container, is_adopted
 
@@ -47,21 +48,22 @@ _KNOWN_RESULTS = (torch.Tensor, jax.Array, np.ndarray, np.generic)
 
 
 def box(
-  tree, constants: frozenset[type] = frozenset(), keeps_order: bool = False
+  tree, constants: frozenset[type] = frozenset(), keeps_form: bool = False
 ) -> Any:
   """Box generators as part of the tree's structure, and torch's containers.
 
   Args:
     tree: a pytree of JAX.
     constants: classes of leaves that are boxed by value.
-    keeps_order: box dicts whose keys JAX would sort.
+    keeps_form: box dicts whose keys JAX would sort, and tensors of a user's class.
   """
   if type(tree) is list and _UNBOXED.issuperset(map(type, tree)):
     return tree
-  parts_of = functools.partial(box, constants=constants, keeps_order=keeps_order)
+  parts_of = functools.partial(box, constants=constants, keeps_form=keeps_form)
+  of_user = SubclassTensor if keeps_form else ()
 
   def box_leaf(leaf):
-    if isinstance(leaf, Tensor):
+    if isinstance(leaf, Tensor) and not isinstance(leaf, of_user):
       return leaf
     if type(leaf) in constants:
       return StaticValue(leaf)
@@ -72,7 +74,7 @@ def box(
     return box_container(leaf, parts_of) or leaf
 
   def is_leaf(value) -> bool:
-    return is_tensor(value) or is_adopted(value) or keeps_order and type(value) is dict
+    return is_tensor(value) or is_adopted(value) or keeps_form and type(value) is dict
 
   return jax.tree.map(box_leaf, tree, is_leaf=is_leaf)
 
@@ -85,12 +87,12 @@ def _is_sorted(mapping: dict) -> bool:
     return False
 
 
-def box_arguments(tree, keeps_order: bool = False) -> Any:
+def box_arguments(tree, keeps_form: bool = False) -> Any:
   """Apply `box`, and box flags, strings, dtypes and devices as well."""
-  return box(tree, _CONSTANTS, keeps_order)
+  return box(tree, _CONSTANTS, keeps_form)
 
 
-def box_results(tree, name: str, keeps_order: bool = False) -> Any:
+def box_results(tree, name: str, keeps_form: bool = False) -> Any:
   """Apply `box` to the result of a function, and box its constants as well.
 
   Numbers and booleans are not boxed: they become tensors.
@@ -98,7 +100,7 @@ def box_results(tree, name: str, keeps_order: bool = False) -> Any:
   Raises:
     TypeError: a leaf is neither a tensor, an array nor a constant.
   """
-  boxed = box(tree, _CONSTANT_RESULTS, keeps_order)
+  boxed = box(tree, _CONSTANT_RESULTS, keeps_form)
   for leaf in jax.tree.leaves(boxed, is_leaf=is_tensor):
     kind = type(leaf)
     if jax_compat.is_ref(leaf):

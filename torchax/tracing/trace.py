@@ -125,14 +125,15 @@ class Options(NamedTuple):
     records: torch's autograd can differentiate a call, by a `Tape`.
     assigns: tensors assigned to plain attributes of modules are results.
     lifts_numbers: Python numbers, such as learning rates, are operands.
-    keeps_order: dicts of results keep the order of their keys, which JAX would sort.
+    keeps_form: results have the function's form: dicts keep the order of their keys,
+      which JAX would sort, and tensors a user's class.
   """
 
   lifts: bool = False
   records: bool = False
   assigns: bool = False
   lifts_numbers: bool = False
-  keeps_order: bool = False
+  keeps_form: bool = False
 
 
 class Traced:
@@ -424,8 +425,8 @@ class Traced:
           "by `torch_view(ref[...])`, and write it by `ref[...] = jax_view(tensor)`."
         )
       raise
-    keeps_order = self.options.keeps_order
-    return static_arguments.box_results(out, self.__name__, keeps_order)
+    keeps_form = self.options.keeps_form
+    return static_arguments.box_results(out, self.__name__, keeps_form)
 
   @contextlib.contextmanager
   def _on_host(self, needs: list[Callable]) -> Iterator[None]:
