@@ -190,7 +190,7 @@ def test_donating_a_captured_tensor_raises_with_reason():
     return t * weight
 
   def applied(parameter, t):
-    return module(t) + parameter.sum()
+    return parameter + module(t).sum()  # a result that fits the donated memory
 
   for function, args in ((scaled, [weight]), (applied, [module.weight, vector()])):
     name, shape = function.__name__, list(args[0].shape)

@@ -134,8 +134,8 @@ def sharded_initialization_holds_one_shard_per_device():
 def sharded_factories_use_the_memory_of_one_shard():
   sizes, compiled = {}, compiling.jit_if_possible
 
-  def watched(function, operator=None, place=None):
-    jitted = compiled(function, operator, place)
+  def watched(function, operator=None, place=None, *options):
+    jitted = compiled(function, operator, place, *options)
     if place is None:
       return jitted
 
