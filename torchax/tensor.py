@@ -497,9 +497,9 @@ def handles_functions(cls: Any) -> bool:
   """Return True if a class has its own `__torch_function__`, which then goes first."""
   if issubclass(cls, jax_compat.ArrayImpl | jax_compat.Tracer):
     return False
-  handler, of_torch = cls.__torch_function__, vars(TorchTensor)["__torch_function__"]
-  plain = (None, of_torch.__func__, Tensor.__torch_function__.__func__)
-  return getattr(handler, "__func__", None) not in plain
+  bases: tuple[Any, ...] = (TorchTensor, Tensor)
+  plain = [None, *(base.__torch_function__.__func__ for base in bases)]
+  return getattr(cls.__torch_function__, "__func__", None) not in plain
 
 
 def is_traced(tensor: Any) -> bool:

@@ -55,7 +55,7 @@ class _Context:
   def __eq__(self, other):
     try:
       return type(other) is _Context and bool(self.value == other.value)
-    except (RuntimeError, ValueError):  # of tensors and numpy arrays in the data
+    except (RuntimeError, ValueError):  # tensors and arrays have no truth value
       return False
 
 
@@ -113,14 +113,14 @@ class _Wrapper(NamedTuple):
 class _OfUser(NamedTuple):
   """Functions that flatten a jax tensor of a user's class.
 
-  The children are a plain tensor and the attributes that are tensors.
+  The children are a plain tensor and the attributes that are jax tensors.
   """
 
   cls: Any
 
   def flatten_fn(self, tensor) -> tuple[list, tuple]:
     attributes = dict(tensor.__dict__)
-    names = [name for name, value in attributes.items() if is_tensor(value)]
+    names = [name for name, x in attributes.items() if isinstance(x, Tensor)]
     tensors = [attributes.pop(name) for name in names]
     return [as_subclass(tensor, Tensor), *tensors], (names, attributes)
 
