@@ -144,7 +144,8 @@ def class_with_array(cls: type) -> type:
     "user_class": cls,
   }
   if cls.__reduce_ex__ is torch.nn.Parameter.__reduce_ex__:
-    attributes["__reduce_ex__"] = Tensor.__reduce_ex__  # a torch.nn.Parameter, as there
+    # As in torch, a saved parameter is a torch.nn.Parameter when it is loaded.
+    attributes["__reduce_ex__"] = Tensor.__reduce_ex__
   override: Any = cls.__torch_function__
   if override is torch_compat.disabled_torch_function:
     attributes |= _OF_PARAMETERS
