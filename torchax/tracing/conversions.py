@@ -127,7 +127,7 @@ class _OfUser(NamedTuple):
   def unflatten_fn(self, parts, static) -> torch.Tensor:
     (names, attributes), (plain, *tensors) = static, parts
     made = as_subclass(plain, self.cls)
-    made.__dict__.update(attributes, **dict(zip(names, tensors)))
+    made.__dict__.update(attributes | dict(zip(names, tensors)))
     return made
 
 
