@@ -6,6 +6,7 @@ import functools
 import operator
 import pickle
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -383,6 +384,13 @@ def test_jax_jit_keeps_attributes():
     assert product.tolist() == [scale, scale]
     assert isinstance(same, Boxes) and same.unit == unit and same.scale.item() == scale
   assert traces == ["pixel", "meter"]  # a tensor is an operand
+
+
+def test_jax_jit_follows_arrays_of_numpy():
+  function, image = jax_jit(lambda image: image * float(image.scale.sum())), _ones()
+  for scale in (np.ones(2), np.ones(2), np.full(2, 3.0)):
+    image.scale = scale
+    assert function(image).tolist() == [scale.sum()] * 3
 
 
 def test_jax_jit_differentiates_a_class():
