@@ -309,12 +309,14 @@ def test_writes_at_indices_have_bits_of_the_program(function, monkeypatch):
     assert torch.equal(result.cpu(), function(*arguments))
 
 
-def test_sums_that_may_be_subnormal_are_left_to_the_program(monkeypatch):
+def test_sums_are_flushed_as_by_the_program(monkeypatch):
   """The first two numbers differ by a subnormal number, which XLA flushes to zero."""
   x = torch.zeros(next(SIZE), 1, device="jax")
   index = torch.zeros(3, dtype=torch.int32, device="jax")
   values = torch.tensor([[3e-38], [-2.5e-38], [3e-38]]).to("jax")
-  found = x.index_add(0, index, values).cpu()
+  with compile_events.recorded() as events:
+    found = x.index_add(0, index, values).cpu()
+  assert not events
   monkeypatch.setattr(numpy_fallback, "PROGRAM", 1)
   assert torch.equal(found, x.index_add(0, index, values).cpu())
 
@@ -344,14 +346,48 @@ def test_other_counts_of_a_mask_compile_nothing(function):
     assert torch.equal(result.cpu(), function(x, mask.cpu()))
 
 
-@pytest.mark.parametrize("scale", [1e-38, 1e-39, 1e-45])
-def test_subnormal_numbers_are_left_to_the_program(scale, monkeypatch):
-  x = (given(next(SIZE), 4) * scale).to("jax")
-  functions = (lambda: x * 0.5, lambda: x + x, lambda: x == 0, lambda: x / 2)
-  found = [function().cpu() for function in functions]
+# Functions of floats whose results or operands are subnormal.
+SUBNORMAL = {
+  "half": lambda x, y: x * 0.5,
+  "sum": lambda x, y: x + y,
+  "difference": lambda x, y: x - y,
+  "product": lambda x, y: x * y,
+  "quotient": lambda x, y: x / y,
+  "square": lambda x, y: x**2,
+  "root": lambda x, y: x.abs().sqrt(),
+  "reciprocal": lambda x, y: x.reciprocal(),
+  "negation": lambda x, y: -x,
+  "equal": lambda x, y: x == 0,
+  "less": lambda x, y: x < y,
+}
+
+
+@pytest.mark.parametrize("function", SUBNORMAL.values(), ids=SUBNORMAL)
+def test_subnormal_numbers_are_flushed_as_by_the_program(function, monkeypatch):
+  x, y = torch.randint(-(2**31), 2**31 - 1, (2, next(SIZE), 4), dtype=torch.int32)
+  x[::2] &= -(2**31) + 2**24 - 1  # subnormal, and the smallest normal numbers
+  y[::3] &= -(2**31) + 2**23 - 1
+  x, y = x.view(torch.float32).to("jax"), y.view(torch.float32).to("jax")
+  with compile_events.recorded() as events:
+    found = function(x, y).cpu()
+  assert not events
   monkeypatch.setattr(numpy_fallback, "PROGRAM", 1)
-  for first, function in zip(found, functions, strict=True):
-    assert torch.equal(first, function().cpu())
+  expected = function(x, y).cpu()
+  assert torch.equal(found.isnan(), expected.isnan())
+  found, expected = (t.nan_to_num(7).view(torch.uint8) for t in (found, expected))
+  assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("flushes", [False, True])
+def test_the_users_subnormal_numbers_stay(flushes):
+  torch.set_flush_denormal(flushes)
+  try:
+    x = torch.ones(next(SIZE), device="jax") + 1
+    with pytest.raises(IndexError, match="out of range"):
+      x.index_add(0, torch.tensor([2**20], device="jax"), x[:1])
+    assert (torch.tensor(1e-40) * 1 == 0).item() == flushes
+  finally:
+    torch.set_flush_denormal(False)
 
 
 def test_quotient_by_a_number_is_left_to_the_program(monkeypatch):

@@ -7,6 +7,7 @@ differences between versions of JAX.
 """
 
 import contextlib
+import functools
 import re
 from collections.abc import Sequence
 
@@ -389,11 +390,13 @@ def uncommit(array) -> jax.Array:
 
 _FROM_HOST = "moving arrays from the host to a device quickly"
 _put = private.find(
-  "jax._src.interpreters.pxla.batched_device_put", _FROM_HOST, instead=None
+  "jax._src.lib.xla_client.batched_device_put", _FROM_HOST, instead=None
 )
 _default_device = private.find(
   "jax._src.interpreters.pxla.get_default_device", _FROM_HOST, instead=None
 )
+_array_type = functools.lru_cache(4096)(jax.core.ShapedArray)
+_on_device = functools.lru_cache(64)(SingleDeviceSharding)
 
 
 def from_host(values: np.ndarray, sharding: Sharding | None = None) -> jax.Array:
@@ -409,8 +412,8 @@ def from_host(values: np.ndarray, sharding: Sharding | None = None) -> jax.Array
     return jax.device_put(with_64_bits(values), sharding)
   is_committed = sharding is not None
   device = next(iter(sharding.device_set)) if is_committed else _default_device()
-  aval = jax.core.ShapedArray(values.shape, values.dtype)
-  layout = sharding if is_committed else SingleDeviceSharding(device)
+  layout = sharding if is_committed else _on_device(device)
+  aval = _array_type(values.shape, values.dtype)
   return _put(aval, layout, [values], [device], is_committed)
 
 
@@ -432,14 +435,21 @@ def join_words(words: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(words, np.uint64)
 
 
+_NO_GUARD = (None, "allow")
+
+
 def is_guarded() -> bool:
   """Return True while a transfer guard of JAX is active."""
-  config = jax.config
-  guards = (
-    config.jax_transfer_guard_host_to_device,
-    config.jax_transfer_guard_device_to_host,
-  )
-  return any(guard not in (None, "allow") for guard in guards)
+  to_device = jax.config.jax_transfer_guard_host_to_device
+  to_host = jax.config.jax_transfer_guard_device_to_host
+  return not (to_device in _NO_GUARD and to_host in _NO_GUARD)
+
+
+@functools.lru_cache(64)
+def is_one_cpu(sharding: Sharding) -> bool:
+  """Return True for a CPU device of this process."""
+  is_here = sharding.is_fully_addressable and len(sharding.device_set) == 1
+  return is_here and next(iter(sharding.device_set)).platform == "cpu"
 
 
 def is_in_host_memory(array) -> bool:

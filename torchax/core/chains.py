@@ -376,7 +376,7 @@ def _reader(chain: Chain | MovingChain) -> Program:
 
   def on_host(operands):
     view = chain.view_numpy(*operands)
-    return np.array(view) if numpy_fallback.is_small(view) else None
+    return np.array(view) if numpy_fallback.is_small([view]) else None
 
   program: Any = read
   program.in_traces = lambda operand: _reading().in_traces(operand, chain)

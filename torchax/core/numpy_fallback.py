@@ -18,7 +18,6 @@ from jax.sharding import Sharding
 from torchax.compat import jax_compat
 from torchax.core.bounded_cache import BoundedCache
 from torchax.core.program_limit import Program
-from torchax.core.static_values import NUMBERS
 from torchax.devices import placement
 
 # Overhead of a call of numpy over one of a program, and the time to compile a program,
@@ -54,7 +53,7 @@ def with_warmup(program: Program, on_host: Callable, cost: int = CALL) -> Progra
     if paid < PROGRAM:
       result = run_in_numpy(on_host, operands)
       if result is not None:
-        cost_by_shapes[shapes] = paid + cost + _bytes(result)
+        cost_by_shapes[shapes] = paid + cost + _bytes((result,))
         return result
     if len(compiled) >= _MOST_SHAPES:
       compiled.clear()
@@ -80,30 +79,28 @@ def as_numpy_operands(operands) -> tuple[list, Sharding | None] | None:
   """
   if jax_compat.is_guarded() or not jax.sharding.get_abstract_mesh().empty:
     return None
-  sharding, arrays = None, []
+  committed, values = None, []
   for operand in operands:
-    array, *starts = operand if type(operand) is tuple else (operand,)
-    if isinstance(array, jax.Array):
-      if not (array.is_fully_addressable and jax_compat.is_in_host_memory(array)):
-        return None
-      if len(array.devices()) > 1:
+    is_view = type(operand) is tuple
+    array = operand[0] if is_view else operand
+    if type(array) is jax_compat.ArrayImpl or isinstance(array, jax.Array):
+      sharding = array.sharding
+      if array.is_deleted() or not jax_compat.is_one_cpu(sharding):
         return None
       if jax_compat.is_committed(array):
-        if sharding is not None and sharding != array.sharding:
+        if committed is not None and committed != sharding:
           return None
-        sharding = array.sharding
-    values = array if _is_kept(array) else np.asarray(array)
-    arrays.append((values, *starts) if starts else values)
-  return arrays, sharding
+        committed = sharding
+      array = array if _is_kept(array) else np.asarray(array)
+    values.append((array, *operand[1:]) if is_view else array)
+  return values, committed
 
 
-def _is_kept(operand) -> bool:
-  """Return True for a typed key, a Python number, and an array with the type of one."""
-  if type(operand) is jax_compat.ArrayImpl:
-    return operand.weak_type and not operand.shape
-  if isinstance(operand, jax.Array):
-    return jax.dtypes.issubdtype(operand.dtype, jax.dtypes.prng_key)
-  return type(operand) in NUMBERS
+def _is_kept(array) -> bool:
+  """Return True for a typed key, and an array with the type of a Python number."""
+  if type(array) is jax_compat.ArrayImpl:
+    return array.weak_type and not array.shape
+  return jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)
 
 
 def run_in_numpy(on_host: Callable, operands):
@@ -122,14 +119,16 @@ def run_in_numpy(on_host: Callable, operands):
 
 
 def is_small(arguments) -> bool:
-  """Return True if arguments, with views applied, have at most `MOST_BYTES` in all."""
+  """Return True if a list of arguments, with views applied, has at most `MOST_BYTES` in all."""
   return _bytes(arguments) <= MOST_BYTES
 
 
 def _bytes(arguments) -> int:
-  if isinstance(arguments, list | tuple):
-    return sum(map(_bytes, arguments))
-  return getattr(arguments, "nbytes", 0)
+  total = 0
+  for value in arguments:
+    is_list = isinstance(value, list | tuple)
+    total += _bytes(value) if is_list else getattr(value, "nbytes", 0)
+  return total
 
 
 def shape_of(operand) -> tuple:

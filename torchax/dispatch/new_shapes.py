@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
+import torch
 
 from torchax.compat import torch_compat
 from torchax.core import numpy_fallback
@@ -32,6 +33,7 @@ OFTEN = 64
 FEW = 8
 # Smallest and largest number of elements of a flat array.
 LEAST_ELEMENTS, MOST_ELEMENTS = 2**10, 2**20
+_SUBNORMAL = 5e-324
 
 
 def with_warmup(
@@ -105,8 +107,17 @@ def run_in_numpy(operator: Operator, flattener: Flattener, static_key, operands)
 
 def _run_on_host(on_host: Callable, flattener: Flattener, static_key, operands):
   args, kwargs = flattener.rebuild_on_host(static_key, operands)
-  is_small = numpy_fallback.is_small((*args, *kwargs.values()))
-  return on_host(*args, **kwargs) if is_small else None
+  if not numpy_fallback.is_small((*args, *kwargs.values())):
+    return None
+  # XLA flushes subnormal numbers to zero on the CPU.
+  is_flushing = _SUBNORMAL == 0
+  if not (is_flushing or torch.set_flush_denormal(True)):
+    return None
+  try:
+    with np.errstate(all="ignore"):
+      return on_host(*args, **kwargs)
+  finally:
+    torch.set_flush_denormal(is_flushing)
 
 
 def _run_flat(lowering: Lowering, static_key, drawn, operands, compiled: Callable):

@@ -3,9 +3,8 @@
 `core/numpy_fallback.py` runs them while shapes are new, to save compilations. They take
 the arguments of the lowering, with arrays and numbers as numpy arrays. They return None
 to run the compiled program: for large arrays, promotion to another dtype, and dtypes
-that numpy lacks. Arithmetic also returns None for subnormal numbers, which XLA flushes
-to zero on the CPU. Other sums, products, quotients and roots have equal bits, because
-IEEE 754 defines their rounding.
+that numpy lacks. Sums, products, quotients and roots have equal bits, because IEEE 754
+defines their rounding, and the caller flushes subnormal numbers to zero as XLA does.
 """
 
 import math
@@ -20,11 +19,6 @@ from torchax.ops.promotion import default_float, dtype_or
 # Largest size in elements; up to it numpy is as fast as a compiled program.
 _MAX_SIZE = 2**15
 _FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
-_UINTS = {_FLOATS[0]: np.uint32, _FLOATS[1]: np.uint64}
-# Value that `_has_small` computes for the smallest normal number, and for the smallest
-# whose sums with others like it are zero or normal.
-_NORMAL = {np.uint32: 2**24 - 2, np.uint64: 2**53 - 2}
-_NORMAL_SUMS = {np.uint32: 25 * 2**24 - 2, np.uint64: 54 * 2**53 - 2}
 _INTEGERS = (np.dtype(np.int32), np.dtype(np.int64))
 # `dtype.kind` of numpy's own dtypes; those of ml_dtypes have others.
 _STANDARD = "biufc"
@@ -63,37 +57,19 @@ def _scalar_as(scalar, other):
     keeps_dtype = limits.min <= scalar <= limits.max
   else:
     keeps_dtype = False
-  with np.errstate(over="ignore"):
-    return scalar.astype(other.dtype) if keeps_dtype else None
+  return scalar.astype(other.dtype) if keeps_dtype else None
 
 
-def _has_small(array, limits=_NORMAL) -> bool:
-  """Return True for a float array with nonzero numbers up to a limit.
-
-  Args:
-    array: array of any dtype; floats have 32 or 64 bits.
-    limits: by dtype of the bits; subnormal and smallest normal numbers by default.
-  """
-  uint = _UINTS.get(array.dtype)
-  if uint is None or not array.size:
-    return False
-  # The shift drops the sign bit; the subtraction wraps zeros around to the maximum.
-  bits = (array.view(uint) << uint(1)) - uint(2)
-  return np.minimum.reduce(bits, axis=None) <= limits[uint]
-
-
-def _exact(function, *arrays):
-  """Run an operation that rounds once; None for subnormal numbers or a large result."""
-  with np.errstate(all="ignore"):
-    result = np.asarray(function(*arrays))
-    has_subnormal = any(map(_has_small, (result, *arrays)))
-  return None if has_subnormal or result.size > _MAX_SIZE else result
+def _small(function, *arrays):
+  """Call a function of arrays; None for a large result."""
+  result = np.asarray(function(*arrays))
+  return result if result.size <= _MAX_SIZE else None
 
 
 def _binary(function, dtypes=(*_FLOATS, *_INTEGERS)):
   def on_host(self, other):
     pair = _promote(self, other)
-    return _exact(function, *pair) if pair and pair[0].dtype in dtypes else None
+    return _small(function, *pair) if pair and pair[0].dtype in dtypes else None
 
   return on_host
 
@@ -101,7 +77,7 @@ def _binary(function, dtypes=(*_FLOATS, *_INTEGERS)):
 def _unary(function, dtypes=(*_FLOATS, *_INTEGERS)):
   def on_host(self):
     is_supported = self.size <= _MAX_SIZE and self.dtype in dtypes
-    return _exact(function, self) if is_supported else None
+    return _small(function, self) if is_supported else None
 
   return on_host
 
@@ -117,7 +93,8 @@ def _with_alpha(function):
 
 def _is_one(alpha) -> bool:
   """Return True for the integer 1; the lowering checks factors of other kinds."""
-  return np.ndim(alpha) == 0 and np.asarray(alpha).dtype.kind == "i" and alpha == 1
+  alpha = np.asarray(alpha)
+  return alpha.ndim == 0 and alpha.dtype.kind == "i" and alpha == 1
 
 
 def _divide(self, other, rounding_mode=None):
@@ -259,10 +236,7 @@ def _write(array, index, values, accumulate):
   is_small = max(values.size, array.size) <= _MAX_SIZE
   if not is_small or array.dtype not in (*_FLOATS, *_INTEGERS):
     return None
-  if any(_has_small(each, _NORMAL_SUMS) for each in (array, values)):
-    return None
-  with np.errstate(all="ignore"):
-    np.add.at(result, index, values)
+  np.add.at(result, index, values)
   return result
 
 
