@@ -215,7 +215,7 @@ class Chain:
   )  # fmt: skip
 
   # Chains that differ only in their starts and still get a program each.
-  LIMIT = 8
+  LIMIT = 4
   # Largest number of forms (chains without their starts) that are counted.
   MOST_FORMS = 1024
   _counts: ClassVar[dict[tuple, int]] = {}
