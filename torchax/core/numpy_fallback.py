@@ -119,7 +119,7 @@ def run_in_numpy(on_host: Callable, operands):
 
 
 def is_small(arguments) -> bool:
-  """Return True if a list of arguments, with views applied, has at most `MOST_BYTES` in all."""
+  """Return True for arguments of at most `MOST_BYTES`, with views applied."""
   return _bytes(arguments) <= MOST_BYTES
 
 
