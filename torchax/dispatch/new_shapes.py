@@ -109,11 +109,11 @@ def _run_on_host(on_host: Callable, flattener: Flattener, static_key, operands):
   args, kwargs = flattener.rebuild_on_host(static_key, operands)
   if not numpy_fallback.is_small((*args, *kwargs.values())):
     return None
-  # XLA flushes subnormal numbers to zero on the CPU.
   is_flushing = _SUBNORMAL == 0
-  if not (is_flushing or torch.set_flush_denormal(True)):
-    return None
   try:
+    # XLA flushes subnormal numbers to zero on the CPU.
+    if not torch.set_flush_denormal(True):
+      return None
     with np.errstate(all="ignore"):
       return on_host(*args, **kwargs)
   finally:
