@@ -15,6 +15,7 @@ from torch.testing import assert_close
 
 MODULES = {
   "pyro-ppl": "pyro",
+  "sentence-transformers": "sentence_transformers",
   "torch-geometric": "torch_geometric",
   "x-transformers": "x_transformers",
 }
