@@ -390,13 +390,70 @@ def test_the_users_subnormal_numbers_stay(flushes):
     torch.set_flush_denormal(False)
 
 
-def test_quotient_by_a_number_is_left_to_the_program(monkeypatch):
-  """XLA multiplies by the reciprocal, which rounds twice."""
+# Shapes of a dividend and a divisor for a size n.
+QUOTIENTS = {
+  "equal": lambda n: ((7, n), (7, n)),
+  "number": lambda n: ((7, n), ()),
+  "row": lambda n: ((7, n), (n,)),
+  "column": lambda n: ((7, n), (7, 1)),
+  "smaller dividend": lambda n: ((n,), (7, n)),
+  "both": lambda n: ((4, 1, n), (1, 7, 1)),
+  "one element": lambda n: ((1,) * (n % 60), ()),
+}
+
+
+@pytest.mark.parametrize("shapes", QUOTIENTS.values(), ids=QUOTIENTS)
+def test_quotients_have_bits_of_the_program(shapes, monkeypatch):
+  """XLA multiplies by the reciprocal of a broadcast divisor, which rounds twice."""
+  x, y = (torch.randn(shape).to("jax") for shape in shapes(next(SIZE)))
+  with compile_events.recorded() as events:
+    found = (x / y).cpu()
+  assert not events
+  monkeypatch.setattr(numpy_fallback, "PROGRAM", 1)
+  assert torch.equal(found, (x / y).cpu())
+
+
+def test_a_number_divides_as_in_the_program(monkeypatch):
   x = given(next(SIZE), 4).to("jax")
   found = (x / 3).cpu()
   assert not torch.equal(found, x.cpu() / 3)
   monkeypatch.setattr(numpy_fallback, "PROGRAM", 1)
   assert torch.equal(found, (x / 3).cpu())
+
+
+# Functions of two lists of tensors.
+LISTS = {
+  "sum": lambda x, y: torch._foreach_add(x, y),
+  "sum with a number": lambda x, y: torch._foreach_add(x, 1.5),
+  "products in place": lambda x, y: changed(torch._foreach_mul_, x, 0.9),
+  "sums in place": lambda x, y: changed(torch._foreach_add_, x, y),
+  "quotients by numbers": lambda x, y: changed(torch._foreach_div_, x, [1.1, 2.2]),
+  "roots": lambda x, y: torch._foreach_sqrt(torch._foreach_abs(x)),
+  "zeros": lambda x, y: changed(torch._foreach_zero_, x),
+  "copies": lambda x, y: changed(torch._foreach_copy_, x, y),
+}
+
+
+def changed(function, tensors, *args):
+  function(tensors, *args)
+  return tensors
+
+
+@pytest.mark.parametrize("function", LISTS.values(), ids=LISTS)
+def test_lists_have_bits_of_the_program(function, monkeypatch):
+  rows = next(SIZE)
+  lists = [[torch.randn(rows, 3), torch.randn(rows)] for _ in range(2)]
+
+  def run():
+    there = [[tensor.to("jax") for tensor in tensors] for tensors in lists]
+    return [tensor.cpu() for tensor in function(*there)]
+
+  with compile_events.recorded() as events:
+    found = run()
+  assert not events
+  monkeypatch.setattr(numpy_fallback, "PROGRAM", 1)
+  for first, second in zip(found, run(), strict=True):
+    assert torch.equal(first, second)
 
 
 def test_elements_of_a_tensor_share_a_program():

@@ -53,7 +53,7 @@ def with_warmup(program: Program, on_host: Callable, cost: int = CALL) -> Progra
     if paid < PROGRAM:
       result = run_in_numpy(on_host, operands)
       if result is not None:
-        cost_by_shapes[shapes] = paid + cost + _bytes((result,))
+        cost_by_shapes[shapes] = paid + cost * _calls(result) + _bytes((result,))
         return result
     if len(compiled) >= _MOST_SHAPES:
       compiled.clear()
@@ -129,6 +129,16 @@ def _bytes(arguments) -> int:
     is_list = isinstance(value, list | tuple)
     total += _bytes(value) if is_list else getattr(value, "nbytes", 0)
   return total
+
+
+def _calls(result) -> int:
+  """Return how many calls of numpy there are for each kernel of the program.
+
+  For a list, XLA compiles a kernel for each shape.
+  """
+  if type(result) is not tuple:
+    return 1
+  return len(result) // len({array.shape for array in result})
 
 
 def shape_of(operand) -> tuple:

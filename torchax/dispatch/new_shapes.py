@@ -58,8 +58,7 @@ def with_warmup(
   else:
     has_schema = operator.is_builtin and isinstance(op, torch_compat.OpOverload)
     is_flat = has_schema and schema_of(op).is_pointwise
-  # The writes of a list of tensors are tuples.
-  if write is not None and (type(write[0]) is tuple or not can_write_numpy(write[0])):
+  if write is not None and not _can_write_numpy(write):
     return program
 
   # The operands start with the key and count of a draw, and the base of a write.
@@ -83,10 +82,19 @@ def with_warmup(
   return program
 
 
+def _can_write_numpy(write) -> bool:
+  if type(write[0]) is tuple:  # the writes of a list of tensors
+    return all(chain is WHOLE for chain, *_ in write)
+  return can_write_numpy(write[0])
+
+
 def _written(write, operands, result):
   """Return a result, or the base with the result; None if it must be cast."""
   if write is None or result is None:
     return result
+  if type(write[0]) is tuple:
+    targets = [of_target for _, *of_target in write]
+    return result if [[r.dtype, r.shape] for r in result] == targets else None
   chain, *of_target = write
   if [result.dtype, result.shape] != of_target:
     return None

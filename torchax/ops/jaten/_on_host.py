@@ -97,10 +97,14 @@ def _is_one(alpha) -> bool:
   return alpha.ndim == 0 and alpha.dtype.kind == "i" and alpha == 1
 
 
-def _divide(self, other, rounding_mode=None):
+def _quotient(left, right):
   # XLA multiplies by the reciprocal of a divisor that is broadcast.
-  is_same_shape = np.ndim(other) == np.ndim(self) and np.shape(other) == np.shape(self)
-  return _quotient(self, other) if is_same_shape and rounding_mode is None else None
+  is_broadcast = right.size < np.broadcast(left, right).size
+  return left * np.reciprocal(right) if is_broadcast else left / right
+
+
+def _divide(self, other, rounding_mode=None):
+  return _true_divide(self, other) if rounding_mode is None else None
 
 
 def _boolean(function):
@@ -118,7 +122,7 @@ def power(self, exponent):
   return _square(self) if is_square else None
 
 
-_quotient = _binary(np.divide, _FLOATS)
+_true_divide = _binary(_quotient, _FLOATS)
 _square = _unary(np.square, _FLOATS)
 POWER = {"static": ("exponent",), "on_host": power}
 POINTWISE = {

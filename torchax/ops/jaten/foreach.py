@@ -93,10 +93,12 @@ def _rows(*args) -> list[list]:
     is_number = getattr(value, "weak_type", False) and {value.dtype} == dtypes
     return lax.convert_element_type(value, value.dtype) if is_number else value
 
-  args = tuple([arg if _is_list(arg) else shared(arg) for arg in args])
-  return [
-    [arg[row] if _is_list(arg) else arg for arg in args] for row in range(len(lists[0]))
-  ]
+  return _split([arg if _is_list(arg) else shared(arg) for arg in args])
+
+
+def _split(args) -> list[list]:
+  length = next(len(arg) for arg in args if _is_list(arg))
+  return [[arg[row] if _is_list(arg) else arg for arg in args] for row in range(length)]
 
 
 # Arguments that the lowering of a row needs as Python numbers.
@@ -121,14 +123,26 @@ def _each(row_op, rows: list[list], **kwargs) -> list:
   return [program(call.without_arrays())(*call.dynamic) for call in calls]
 
 
+def _each_on_host(row_op, rows: list[list], **kwargs) -> tuple | None:
+  """Apply the numpy version of an operation to each row; None if there is none."""
+  on_host = _operator(row_op).execution.on_host
+  if on_host is None:
+    return None
+  results = tuple([on_host(*row, **kwargs) for row in rows])
+  return None if any(result is None for result in results) else results
+
+
 def _register(foreach_op, row_op) -> None:
   def each(*args, **kwargs):
     return _each(row_op, _rows(*args), **kwargs)
 
+  def on_host(*args, **kwargs):
+    return _each_on_host(row_op, _split(args), **kwargs)
+
   each.__name__ = f"_aten_{foreach_op.overloadpacket.__name__}"
   static = _STATIC.get(foreach_op.overloadpacket, ())
   overwrites = foreach_op.overloadpacket in _OVERWRITING
-  op(foreach_op, static=static, overwrites=overwrites)(each)
+  op(foreach_op, static=static, overwrites=overwrites, on_host=on_host)(each)
 
 
 for _foreach, _row in ROWS.items():
