@@ -456,6 +456,22 @@ def test_lists_have_bits_of_the_program(function, monkeypatch):
     assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize(("repeats", "calls"), [(True, 1), (False, 4)])
+def test_lists_that_repeat_shapes_are_compiled_sooner(repeats, calls, monkeypatch):
+  """XLA compiles a kernel for each shape, and numpy is called for each tensor."""
+  sizes = [next(SIZE)] * 4 if repeats else [next(SIZE) for _ in range(4)]
+  tensors = [torch.zeros(size, dtype=torch.int32, device="jax") for size in sizes]
+  torch._foreach_neg([tensors[0][:1]] * 4)  # XLA's options for lists are tried once
+  monkeypatch.setattr(numpy_fallback, "PROGRAM", 4 * numpy_fallback.CALL)
+  for _ in range(calls):
+    with compile_events.recorded() as events:
+      torch._foreach_neg(tensors)
+    assert not events
+  with compile_events.recorded() as events:
+    torch._foreach_neg(tensors)
+  assert events
+
+
 def test_elements_of_a_tensor_share_a_program():
   """Arithmetic of single elements compiles nothing while shapes are new."""
   x = given(next(SIZE), 6).to("jax")
